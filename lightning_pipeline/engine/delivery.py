@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.memory import extent, memory_of
-from lightning_pipeline.partition.microbatch import batch_size, num_rows, overlaps, signature
+from lightning_pipeline.partition.microbatch import ListsOfSamples, num_samples, overlaps, signature
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.tree import Layout
@@ -34,12 +34,14 @@ class Announcement:
         sizes: number of samples of each micro-batch.
         new: structures announced for the first time, by number.
         layouts: by micro-batch, layouts that differ from their structure's in constants.
+        are_counted: whether the sizes are known.
     """
 
     numbers: list[int]
     sizes: list[int]
     new: dict[int, Structure]
     layouts: dict[int, Layout]
+    are_counted: bool = True
 
 
 class _Part(NamedTuple):
@@ -195,6 +197,7 @@ class Delivery:
                 weight=announcement.sizes[index] / total,
                 num_microbatches=len(announcement.numbers),
                 even=even,
+                is_counted=announcement.are_counted,
                 seed=mix(work.seed, index),
             )
             for index, number in enumerate(announcement.numbers)
@@ -219,10 +222,13 @@ class Delivery:
                 if not _same(layout, known.layout):
                     announcement.layouts[index] = layout
             announcement.numbers.append(number)
-            sizes.append(num_rows(tensors) or batch_size(microbatch))
+            sizes.append(num_samples(microbatch, tensors))
             all_tensors.append(tensors)
         # If the number of samples is unknown for any micro-batch, all have the same weight.
-        announcement.sizes.extend(size if None not in sizes else 1 for size in sizes)  # type: ignore[misc]
+        if isinstance(microbatches, ListsOfSamples):
+            sizes = list(map(len, microbatches))
+        announcement.are_counted = None not in sizes
+        announcement.sizes.extend(1 if None in sizes or size is None else size for size in sizes)
         return announcement, all_tensors
 
 

@@ -255,6 +255,7 @@ class Microbatch:
         num_microbatches: number of micro-batches in the step.
         even: whether all micro-batches have the same number of samples.
         seed: seed of its random numbers.
+        is_counted: whether `num_samples` is known, and not taken for 1.
         everywhere: tensors of the batch that every rank has.
         given: tensors of the batch that only the first rank has; empty elsewhere.
         written: placeholders for those into which the step writes; for all of them until its Python ends.
@@ -284,6 +285,7 @@ class Microbatch:
     num_microbatches: int
     even: bool
     seed: int
+    is_counted: bool = True
     everywhere: list[Tensor] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
     written: dict[int, Placeholder] = field(default_factory=dict)

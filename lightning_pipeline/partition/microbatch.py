@@ -35,6 +35,16 @@ def num_rows(tensors: list[Tensor]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def num_samples(microbatch: Any, tensors: list[Tensor]) -> int | None:
+    """The number of samples of a micro-batch with these tensors; None if it is unknown."""
+    graphs = getattr(microbatch, "num_graphs", None)  # of PyTorch Geometric, whose tensors have rows for nodes
+    return graphs if isinstance(graphs, int) else num_rows(tensors) or batch_size(microbatch)
+
+
+class ListsOfSamples(list[Any]):
+    """Micro-batches that are lists of samples."""
+
+
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` along its first dimension into micro-batches of almost equal size, the larger ones first.
 
@@ -154,7 +164,8 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
         raise ValueError(
             f"{type(module).__name__}.split_batch returned {what}; it has to return a list of micro-batches"
         )
-    return list(found)
+    are_lists = isinstance(batch, list) and all(isinstance(part, list) for part in found)
+    return ListsOfSamples(found) if are_lists and sum(map(len, found)) == len(batch) else list(found)
 
 
 def _trains_batch_norm(module: nn.Module) -> bool:
@@ -217,9 +228,21 @@ def _holds_samples(layout: Sequence, points: frozenset[int]) -> bool:
         return False
     if all(isinstance(item, Constant) and item.value is None for item in layout.items):  # fields without a value
         return False
+    if _are_fields(layout):
+        return False
     if all(isinstance(item, Slot) for item in layout.items):
         return all(item.number in points for item in layout.items)
     return all(map(_is_plain, layout.items))
+
+
+def _are_fields(layout: Sequence) -> bool:
+    """Whether a list or tuple has several lists of one length, such as texts and labels. A list of lists may be of
+    samples, such as their tokens, but not one of tuples, as torch's default_collate makes them.
+    """
+    lists = [item for item in layout.items if isinstance(item, Sequence) and item.type in (list, tuple)]
+    if len(lists) < max(2, len(layout.items)) or len({len(item.items) for item in lists}) > 1:
+        return False
+    return layout.type is tuple or all(item.type is tuple for item in lists)
 
 
 def _is_plain(layout: Layout) -> bool:

@@ -35,11 +35,12 @@ def combine(results: list[Any], sizes: list[int]) -> Any:
     values the first one is taken, with a warning.
 
     A list of tensors that all have as many rows as the list has entries counts as outputs over the samples, not as one
-    entry per sample.
+    entry per sample, and so does a tuple of different kinds of entries, such as ``loss, logits``.
 
     Args:
         results: what the step returned for each micro-batch.
-        sizes: number of samples of each.
+        sizes: number of samples of each; zeros if it is unknown, and then tensors are concatenated along the first
+            dimension, lists are joined, and floats have equal weights.
 
     Raises:
         ValueError: tensors do not fit together, dictionaries share only some keys, or an object cannot be combined,
@@ -73,9 +74,17 @@ def _combine_tensors(tensors: list[Tensor], sizes: list[int]) -> Tensor:
         return _concatenated(tensors)
     if all(t.shape == first.shape and torch.equal(t, first) for t in tensors):
         return first
-    for dimension in range(1, first.ndim if max(sizes) > 1 else 0):  # not every column is a sample
-        if _are_along(dimension, tensors, sizes) and len({_without(dimension, t.shape) for t in tensors}) == 1:
-            return torch.cat(tensors, dimension)
+    if not any(sizes):
+        if first.ndim:
+            return _concatenated(tensors)
+        sizes = [1] * len(sizes)
+    along = [
+        dimension
+        for dimension in range(1, first.ndim)
+        if _are_along(dimension, tensors, sizes) and len({_without(dimension, t.shape) for t in tensors}) == 1
+    ]
+    if along and (max(sizes) > 1 or len(along) == 1):  # not every column is a sample
+        return torch.cat(tensors, along[0])
     if all(t.shape == first.shape for t in tensors) and first.is_floating_point():
         weights = torch.tensor(sizes, dtype=first.dtype, device=first.device)
         return (torch.stack(tensors) * weights.reshape(-1, *[1] * first.ndim)).sum(0) / sum(sizes)
@@ -114,7 +123,11 @@ def _combine_sequences(results: list[Any], sizes: list[int]) -> Any:
     first = results[0]
     if hasattr(first, "_fields"):
         return type(first)(*(combine(list(parts), sizes) for parts in zip(*results, strict=True)))
-    one_a_sample = all(len(result) == size for result, size in zip(results, sizes, strict=True))
+    if not any(sizes):
+        one_a_sample = isinstance(first, list)
+    else:
+        one_a_sample = all(len(result) == size for result, size in zip(results, sizes, strict=True))
+    one_a_sample = one_a_sample and all(map(_are_alike, results))
     are_batched = all(_are_batched(result, size) for result, size in zip(results, sizes, strict=True))
     same_length = all(len(result) == len(first) for result in results)
     if (one_a_sample and not are_batched) or not same_length:
@@ -130,6 +143,18 @@ def _are_along(dimension: int, tensors: list[Tensor], sizes: list[int]) -> bool:
 def _are_batched(items: Any, size: int) -> bool:
     """Whether the items are tensors over the samples, rather than one item per sample."""
     return all(isinstance(item, Tensor) and item.ndim and item.shape[0] == size for item in items)
+
+
+def _are_alike(items: Any) -> bool:
+    """Whether the entries of a list or tuple may be of one kind, as those of samples are; lists may have None."""
+    kinds = {_kind_of(item) for item in items if item is not None or isinstance(items, tuple)}
+    return len(kinds) <= 1
+
+
+def _kind_of(item: Any) -> Any:
+    if isinstance(item, (Tensor, np.ndarray)):
+        return Tensor if isinstance(item, Tensor) else np.ndarray, item.ndim
+    return float if isinstance(item, (int, float, np.number)) else type(item)
 
 
 def _without(dimension: int, shape: torch.Size) -> tuple[int, ...]:
@@ -149,6 +174,7 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 def _mean(values: list[Any], sizes: list[int]) -> Any:
     if all(value == values[0] for value in values):
         return values[0]
+    sizes = sizes if any(sizes) else [1] * len(sizes)
     return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 

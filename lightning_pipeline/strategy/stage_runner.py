@@ -305,7 +305,8 @@ class StageRunner:
 
 def result_of(states: list[Microbatch]) -> Any:
     """The result of a step, combined over micro-batches and detached."""
-    return _detached(combine([state.result for state in states], [state.num_samples for state in states]))
+    sizes = [state.num_samples if state.is_counted else 0 for state in states]
+    return _detached(combine([state.result for state in states], sizes))
 
 
 def explain_single_sample(state: Microbatch, error: ValueError) -> None:

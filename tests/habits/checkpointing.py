@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -267,3 +267,14 @@ class IteratesOverCheckpoint(Layers):
 
     def on_train_end(self) -> None:
         self.trainer.save_checkpoint(folder_of(self) / "own.ckpt")
+
+
+@habit(
+    callbacks=lambda: [EMAWeightAveraging(decay=0.5), ModelCheckpoint(monitor="val_loss")],
+    trainer={"enable_checkpointing": True},
+    calls=("fit", "test:best", "validate:best"),
+    plain=False,
+    shows=False,  # the callback is the habit
+)
+class TestsBestAverage(Evaluated):
+    """The best checkpoint is tested, whose weights Lightning's callback puts into its average, too."""

@@ -202,7 +202,7 @@ def strategy(configuration: Configuration) -> PipelineStrategy:
 
 
 def call(trainer: L.Trainer, module: L.LightningModule, name: str, habit: Habit, is_plain: bool) -> Any:
-    """`trainer.fit` and the like, on the habit's data."""
+    """`trainer.fit` and the like, on the habit's data; "test:best" tests the best checkpoint."""
     loaders = {
         "train": loader(module, habit.batches, 1, is_plain),
         "val": loader(module, 2, 2, is_plain),
@@ -213,8 +213,10 @@ def call(trainer: L.Trainer, module: L.LightningModule, name: str, habit: Habit,
         validates = is_overridden("validation_step", module) and not own
         training = None if is_overridden("train_dataloader", module) else loaders["train"]
         return trainer.fit(module, training, loaders["val"] if validates else None)
-    function = {"validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[name]
-    return function(module, None if own and name == "validate" else loaders["val" if name == "validate" else "test"])
+    name, _, path = name.partition(":")
+    function: Any = {"validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[name]
+    chosen = None if own and name == "validate" else loaders["val" if name == "validate" else "test"]
+    return function(module, chosen, **({"ckpt_path": path, "weights_only": False} if path else {}))
 
 
 def loader(module: Any, number: int, seed: int, is_plain: bool) -> Any:

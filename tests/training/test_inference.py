@@ -21,6 +21,7 @@ from torchmetrics import SumMetric
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.partition.microbatch import ListsOfSamples, microbatches_of, split_batch
 from lightning_pipeline.strategy.outputs import combine
 from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET, pipeline_trainer, plain_trainer
@@ -444,6 +445,42 @@ def test_numbers_of_each_sample_join_and_fractions_are_averaged() -> None:
     assert combine([1.0, 4.0], [2, 1]) == 2.0
     assert combine([0.1, 0.1, 0.1], [2, 2, 1]) == 0.1
     assert combine([None, {"a": torch.ones(1)}], [1, 1]) == {"a": torch.ones(1)}
+
+
+def test_a_tuple_of_different_things_has_no_entry_for_each_sample() -> None:
+    loss, logits = torch.ones(()), torch.ones(2, 4)
+    whole = combine([(loss, logits), (3 * loss, logits)], [2, 2])
+    assert whole[0] == 2 and whole[1].shape == (4, 4)
+    names = combine([(logits, ["a", "b"]), (logits, ["c", "d"])], [2, 2])
+    assert names[0].shape == (4, 4) and names[1] == ["a", "b", "c", "d"]
+    assert combine([[{"box": 1}, {"box": 2}], [None, {"box": 4}]], [2, 2]) == [{"box": 1}, {"box": 2}, None, {"box": 4}]
+
+
+def test_single_samples_are_found_along_any_dimension() -> None:
+    whole = torch.arange(24.0).reshape(3, 4, 2)
+    assert torch.equal(combine(list(whole.split(1, dim=1)), [1] * 4), whole)
+
+
+def test_outputs_of_unknown_numbers_of_samples_are_not_averaged() -> None:
+    parts = [torch.ones(2, 4), torch.zeros(2, 4)]
+    assert torch.equal(combine(parts, [0, 0]), torch.cat(parts))
+    assert combine([[{"box": 1}, {"box": 2}], [{"box": 3}, {"box": 4}]], [0, 0]) == [{"box": i} for i in (1, 2, 3, 4)]
+    assert combine([{"loss": 1.0}, {"loss": 2.0}], [0, 0]) == {"loss": 1.5}
+
+
+def test_samples_in_lists_that_the_module_splits_are_counted() -> None:
+    class Split(nn.Module):
+        def split_batch(self, batch: list[int], num_microbatches: int) -> list[list[int]]:
+            return [batch[:3], batch[3:]]
+
+    assert type(microbatches_of([1, 2, 3, 4], 2, Split())) is ListsOfSamples
+
+
+def test_texts_and_labels_are_two_fields() -> None:
+    parts = split_batch((["a", "b", "c", "d"], [1, 2, 3, 4]), 2)
+    assert parts == [(["a", "b"], [1, 2]), (["c", "d"], [3, 4])]
+    assert split_batch([("a", "b"), ("x", "y")], 2) == [[("a",), ("x",)], [("b",), ("y",)]]
+    assert split_batch([[1, 2], [3, 4]], 2) == [[[1, 2]], [[3, 4]]]  # tokens of two samples
 
 
 def test_outputs_of_hugging_face_models_join() -> None:
