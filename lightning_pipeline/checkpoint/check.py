@@ -75,7 +75,11 @@ def check_format(checkpoint: Any, path: str | Path) -> None:
 def check_optimizer_states(states: Any, name: str) -> None:
     """Raise CheckpointError if a checkpoint's "optimizer_states" are no state dicts, as in a damaged file."""
     if not isinstance(states, list) or not all(map(_is_optimizer_state, states)):
-        raise CheckpointError(f"{name} is damaged, or none of a Trainer's: its optimizer_states are no state dicts")
+        raise CheckpointError(
+            f"{name} is damaged, or none of a Trainer's: its optimizer_states are no state dicts with `state` and "
+            f"`param_groups`, by which stages share them out. An optimizer that wraps another one has to give these, and "
+            f"may add keys of its own"
+        )
 
 
 def _is_optimizer_state(state: Any) -> bool:

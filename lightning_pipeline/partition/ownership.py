@@ -105,13 +105,20 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
         if ownership.is_local(name):
             note_holders(tensor, stages if len(stages) < ownership.num_stages else None)
             continue
-        if not is_absent(tensor) and not nn.parameter.is_lazy(tensor):
+        if is_held_otherwise(name, tensor, ownership):
             now.add(id(tensor))
             become_absent(tensor, name)
             note_holders(tensor, stages)
         if id(tensor) in now:
             released.append(name)
     return released
+
+
+def is_held_otherwise(name: str, tensor: torch.Tensor, ownership: Ownership) -> bool:
+    """Whether a tensor is here, and is to be released as other stages hold it."""
+    if name not in ownership or ownership.is_local(name):
+        return False
+    return not is_absent(tensor) and not nn.parameter.is_lazy(tensor)
 
 
 _expected: ContextVar[bool] = ContextVar("_expected", default=False)

@@ -28,6 +28,7 @@ from lightning_pipeline.partition.ownership import (
     unguard,
 )
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, is_absent, placeholder
+from lightning_pipeline.partition.shared_memory import refuse_apart, tensors_that_share_memory, warn_of_aliases
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime import backends
@@ -84,6 +85,7 @@ class LocalModule:
         self._replicas = session.replicas
         self._replica_group = session.tensor_group or session.context_group
         self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
+        self._sharing = tensors_that_share_memory(module)
         if sharded is not None:
             sharded.adopt(module)
         self.leaves = find_leaves(module, cut.stages)
@@ -97,6 +99,8 @@ class LocalModule:
     def release_remote(self) -> None:
         """Release what only other stages hold, also in the copies that callbacks keep."""
         self._update_ownership()
+        refuse_apart(self._sharing, self.ownership)
+        warn_of_aliases(self._module, self.ownership)
         for released in (self._module, *copies_of(self._module, self._module.trainer)):
             release(released, self.ownership)
         for module in self._module.modules():  # an earlier run may have cut the module elsewhere

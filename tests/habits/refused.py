@@ -177,3 +177,27 @@ class GoesOnAfterARefusal(Layers):
             return late * (0.5 if late[:, 2:]._base is late else 1.0)
         except NotImplementedError:
             return late
+
+
+@habit(expect=error(r"head\.weight shares its memory with layers\.0\.linear\.weight.*tie"), plain=False)
+class TiedByData(Layers):
+    """On one stage, or tied as one object, this works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.data = self.layers[0].linear.weight.data[:4]
+
+
+@habit(expect=error(r"shares its memory with.*clone"), plain=False, shows=False)
+class BuffersAreRowsOfOne(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4, WIDTH))
+        for index, layer in enumerate(self.layers):
+            layer.register_buffer("row", self.table[index])
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + layer.row
+            layer.row.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x

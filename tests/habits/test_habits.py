@@ -31,6 +31,7 @@ BY_DEFAULT = {
         NormsLoggedAndKept AttendsToTransposed BiasOfALaterLayer MixedByThePlugin ReadsBetweenUsesByHand
         ModuleHookInAJacobian GoesOnWithWhatAHookFound HookOfAModuleThatIsGivenTheBatch LargestOfAllWeights
         PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients ShiftFrozenForOneTerm ReadsInInferenceMode
+        BatchPlusLateValue LongBatchPlusLateValue ClosureNormsGradients WeightsMergedForEvaluation TestsBestAverage
         ColumnsFilledLayerByLayer WrittenThroughViewsAroundReads KeptViewsWrittenInHook BufferWrittenThroughViews
     """,
     "2-zero_bubble": """
