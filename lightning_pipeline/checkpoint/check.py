@@ -77,8 +77,8 @@ def check_optimizer_states(states: Any, name: str) -> None:
     if not isinstance(states, list) or not all(map(_is_optimizer_state, states)):
         raise CheckpointError(
             f"{name} is damaged, or none of a Trainer's: its optimizer_states are no state dicts with `state` and "
-            f"`param_groups`, by which stages share them out. An optimizer that wraps another one has to give these, and "
-            f"may add keys of its own"
+            f"`param_groups`, by which stages share them out. An optimizer that wraps another one has to give these, "
+            f"and may add keys of its own"
         )
 
 
