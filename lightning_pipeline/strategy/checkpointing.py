@@ -7,13 +7,17 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.saved_states import OnFirstRank
+from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.ownership import named_tensors
 from lightning_pipeline.partition.rng import add_random_state, free_memory, restore_random_state
 from lightning_pipeline.runtime.failure import PeerFailedError
@@ -48,6 +52,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class _Gathered(NamedTuple):
+    """A module's state that hooks have been shown before it is saved.
+
+    Attributes:
+        entries: on the first stage, the tensors as they were gathered, with their versions.
+        held: the tensors that this rank holds, with their versions.
+    """
+
+    entries: dict[str, tuple[Tensor, int]]
+    held: list[tuple[Tensor, int]]
+
+    def is_entry(self, name: str, value: Any) -> bool:
+        """Whether a value is what was gathered, or a view of it, and nobody has changed it."""
+        tensor, version = self.entries.get(name, (None, 0))
+        is_same = tensor is not None and isinstance(value, Tensor) and memory_of(value) == memory_of(tensor)
+        return is_same and value._version == version
+
+
 class Checkpoints:
     """Saves and loads what the stages hold together.
 
@@ -63,6 +85,7 @@ class Checkpoints:
         self._put_off: Callable[[], Any] | None = None
         self._awaits_setup = False
         self._is_in_parts = False  # the checkpoint that was read last
+        self._gathered: _Gathered | None = None
 
     def begin(self) -> None:
         """At the start of a run."""
@@ -108,7 +131,27 @@ class Checkpoints:
         if not self._is_writer and not is_seen:
             help_to_gather(module, session.ownership)
             return OnFirstRank()
-        return gather_module_state(module, session.ownership, session.transport) or OnFirstRank(is_seen=is_seen)
+        state = gather_module_state(module, session.ownership, session.transport)
+        tensors = [tensor for _, tensor in named_tensors(module)]
+        if is_seen and not any(isinstance(tensor, DTensor) for tensor in tensors):
+            entries = {name: (one, one._version) for name, one in state.items() if isinstance(one, Tensor)}
+            self._gathered = _Gathered(entries, [(one, one._version) for one in tensors if not one.is_meta])
+        return state or OnFirstRank(is_seen=is_seen)
+
+    def _take_late_changes(self, checkpoint: dict[str, Any]) -> None:
+        """Put into a checkpoint what `on_save_checkpoint` has changed of the module since its state was gathered: one
+        process saves tensors as they are when the file is written.
+        """
+        gathered, self._gathered, session = self._gathered, None, self._session
+        if gathered is None or session.transport is None:
+            return
+        changed = any(tensor._version != version for tensor, version in gathered.held)
+        here = torch.tensor([float(changed)], dtype=torch.float64)
+        if not session.transport.all_gather_vector(here, "whether a hook has changed the module").any():
+            return
+        saved = checkpoint["state_dict"]
+        now = gather_module_state(self._strategy.module, session.ownership, session.transport)
+        saved.update({name: now[name] for name in now if gathered.is_entry(name, saved.get(name))})
 
     def gather_module(self) -> LightningModule | None:
         """`PipelineStrategy.gather_module`."""
@@ -135,6 +178,7 @@ class Checkpoints:
             self._save_folder(checkpoint, path, storage_options)
         elif self._is_writer:
             session = self._session
+            self._take_late_changes(checkpoint)
             checkpoint = filled_from_owners(checkpoint, session.ownership, session.transport)
             plain(checkpoint, path, storage_options=storage_options)
 

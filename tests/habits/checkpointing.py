@@ -278,3 +278,18 @@ class IteratesOverCheckpoint(Layers):
 )
 class TestsBestAverage(Evaluated):
     """The best checkpoint is tested, whose weights Lightning's callback puts into its average, too."""
+
+
+@habit(
+    callbacks=lambda: [ModelCheckpoint(filename="{epoch}", save_top_k=-1)],
+    trainer={"enable_checkpointing": True},
+    plain=False,
+    shows=False,  # the files are compared
+)
+class WeightsChangedWhenSaved(Layers):
+    """As by an optimizer that puts its averages into the weights before they are saved."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
