@@ -50,15 +50,18 @@ class _Part(NamedTuple):
     Attributes:
         of_loader: the first rank's, of which `tensor` is a copy.
         at_first: what `tensor` was before the step, on its memory.
+        version: of `of_loader`, before the step.
     """
 
     of_loader: Tensor | None
     tensor: Tensor
     at_first: Tensor
+    version: int | None
 
     @classmethod
     def of(cls, of_loader: Tensor | None, tensor: Tensor) -> _Part:
-        return cls(of_loader, tensor, tensor.data)
+        version = None if of_loader is None or of_loader.is_inference() else of_loader._version
+        return cls(of_loader, tensor, tensor.data, version)
 
 
 class Delivery:
@@ -161,8 +164,17 @@ class Delivery:
             self._parts += (_Part.of(None, part) for part in state.everywhere)
 
     def write_back(self, states: Sequence[Microbatch]) -> None:
-        """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process."""
+        """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process.
+
+        Raises:
+            NotImplementedError: the step has written into the loader's tensors by another name, such as a buffer's.
+        """
         parts, self._parts = self._parts, []
+        if any(one.of_loader is not None and one.version not in (None, one.of_loader._version) for one in parts):
+            raise NotImplementedError(
+                "the step has written into memory that a tensor of its batch shares with a buffer, an attribute or the "
+                "dataset: the batch's tensor in the step is a copy, which has not seen it. Give one of them a clone()"
+            )
         self.has_written = any(_is_written(tensor) for state in states for tensor in state.given)
         for state in states:
             for number, place in state.written.items():
@@ -172,7 +184,7 @@ class Delivery:
                         state.given[number].copy_(place)
         recordings = [state.recording for state in states if state.recording is not None]
         arrays = {memory for recording in recordings for memory in recording.memory.exposed}
-        for tensor, part, at_first in parts:
+        for tensor, part, at_first, _ in parts:
             if tensor is None or type(part) is Placeholder:
                 continue
             # Version counters do not see writes through NumPy arrays, nor exist for inference tensors. What a stage has

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.data import DataLoader
 
 from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import error, habit
@@ -201,3 +202,34 @@ class BuffersAreRowsOfOne(Layers):
             x = layer(x) + layer.row
             layer.row.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x
+
+
+@habit(expect=error(r"memory that a tensor of its batch shares with a buffer.*clone"), plain=False, shows=False)
+class BufferIsTheBatch(Layers):
+    """Training on all data at once, which the module has as a buffer and changes in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("points", torch.randn(8, WIDTH))
+        self.labels = torch.arange(8) % 4
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([(self.points, self.labels)], batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        late = self.features(x.clone())
+        self.points.mul_(0.9)
+        return F.cross_entropy(self.head(late + x), y)
+
+
+@habit(expect=error(r"memory that a tensor of its batch shares with.*clone"), plain=False, shows=False)
+class BatchWrittenByAnotherName(Layers):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kept = batch[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        late = self.features(x.clone())
+        self.kept.mul_(0.9)
+        return F.cross_entropy(self.head(late + x), y)
