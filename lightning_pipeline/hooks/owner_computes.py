@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -306,6 +307,8 @@ class OwnerComputes(TorchFunctionMode):
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute the call; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
+        if torch.is_grad_enabled() and _learns_everywhere(held, call.tensors) and kind is FunctionKind.COMPUTES:
+            return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         specs = [TensorSpec.of(tensor) for tensor in call.tensors]
         result = self._recorder.result(func, call, specs, torch_state())
         if result is None:
@@ -395,3 +398,11 @@ class OwnerComputes(TorchFunctionMode):
     def _set_spec(place: Tensor, spec: TensorSpec) -> None:
         if type(place) is Placeholder and place.spec is not spec:
             become(place, placeholder(spec, place.what))
+
+
+def _learns_everywhere(held: Sequence[Holders], tensors: Sequence[Tensor]) -> bool:
+    """Whether a graph begins at tensors that all ranks have, as those of a callback's probe, and at no others: it is to
+    be on all ranks, for their gradients.
+    """
+    asking = [holders for holders, tensor in zip(held, tensors, strict=True) if tensor.requires_grad]
+    return bool(asking) and all(holders is None for holders in asking)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from tests.habits.first_rank import RowsLogger
 from tests.habits.loaders import OwnLoader, samples
-from tests.habits.modules import Evaluated, Layers, Noting
+from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layers, Noting
 from tests.habits.table import habit
 
 
@@ -138,3 +139,26 @@ class IteratesLoaderInStep(OwnLoader, Evaluated):
         x, _ = next(iter(self.trainer.train_dataloader))
         self.log("distance", (self.features(x).mean(0) - self.features(batch[0]).mean(0)).norm())
         self.found.append(x.sum().item())
+
+
+class OnlineProbe(Callback):
+    """Trains a classifier of its own on the module's features, as in self-supervised learning."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.probe = nn.Linear(WIDTH, CLASSES)
+        self.optimizer = torch.optim.SGD(self.probe.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        with torch.no_grad():
+            features = pl_module.features(x)
+        loss = F.cross_entropy(self.probe(features), y)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        pl_module.log("probe", loss)
+
+
+@habit(callbacks=lambda: [OnlineProbe()], plain=False, shows=False)
+class ProbedOnline(Layers):
+    pass
