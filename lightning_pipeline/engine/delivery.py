@@ -49,19 +49,17 @@ class _Part(NamedTuple):
 
     Attributes:
         of_loader: the first rank's, of which `tensor` is a copy.
-        at_first: what `tensor` was before the step, on its memory.
         version: of `of_loader`, before the step.
     """
 
     of_loader: Tensor | None
     tensor: Tensor
-    at_first: Tensor
     version: int | None
 
     @classmethod
     def of(cls, of_loader: Tensor | None, tensor: Tensor) -> _Part:
         version = None if of_loader is None or of_loader.is_inference() else of_loader._version
-        return cls(of_loader, tensor, tensor.data, version)
+        return cls(of_loader, tensor, version)
 
 
 class Delivery:
@@ -80,6 +78,7 @@ class Delivery:
         self._by_key: dict[Hashable, int] = {}
         self._next_number = 0
         self._parts: list[_Part] = []
+        self._of_stages: set[int] = set()
         self.has_written = False
 
     def announce(
@@ -163,6 +162,10 @@ class Delivery:
             # As on the first rank, so that all ranks ask for what stages have written into them.
             self._parts += (_Part.of(None, part) for part in state.everywhere)
 
+    def note_written(self) -> None:
+        """Before the end of a step: note the parts into which stages have written, which get their data there."""
+        self._of_stages = {id(part) for _, part, _ in self._parts if type(part) is Placeholder}
+
     def write_back(self, states: Sequence[Microbatch]) -> None:
         """Copy the step's in-place changes of its batch back to the loader's tensors, as in one process.
 
@@ -184,13 +187,11 @@ class Delivery:
                         state.given[number].copy_(place)
         recordings = [state.recording for state in states if state.recording is not None]
         arrays = {memory for recording in recordings for memory in recording.memory.exposed}
-        for tensor, part, at_first, _ in parts:
+        for tensor, part, _ in parts:
             if tensor is None or type(part) is Placeholder:
                 continue
-            # Version counters do not see writes through NumPy arrays, nor exist for inference tensors. What a stage has
-            # written is another tensor.
-            written = memory_of(part)
-            if _is_written(part) or written != memory_of(at_first) or written in arrays:
+            # Version counters do not see writes through NumPy arrays, nor exist for inference tensors.
+            if _is_written(part) or id(part) in self._of_stages or memory_of(part) in arrays:
                 self.has_written = True
                 with torch.no_grad():
                     tensor.copy_(part)

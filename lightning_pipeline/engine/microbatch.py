@@ -374,13 +374,14 @@ class StepResult:
 
 def take_earlier_values(state: Microbatch, visit: int, microbatches: Sequence[Microbatch]) -> None:
     """Replace references to values of earlier micro-batches, which a visit captures, with the data on this rank."""
-    assert state.program is not None and state.recording is not None
+    assert state.program is not None
     captured = state.captured
     for place in state.program.foreign[visit]:
         content = captured[place]
         if type(content) is tuple:
             captured[place] = data = data_of(microbatches, *content)
-            state.recording.of_stages.add(id(data))
+            if state.recording is not None:  # its forward may run before the step's Python
+                state.recording.of_stages.add(id(data))
 
 
 def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:

@@ -248,6 +248,7 @@ class Pipeline:
         with self._around():
             if batch is None:
                 step.run_micro_batches(program(step.work.loss_of is not None))
+            self._delivery.note_written()
             numbers, self._unchecked = step.end(extra(states), self._unchecked)
             self._delivery.write_back(states)
             step.set_retained()
