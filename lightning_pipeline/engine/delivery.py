@@ -56,6 +56,10 @@ class _Part(NamedTuple):
     tensor: Tensor
     version: int | None
 
+    @property
+    def is_changed_elsewhere(self) -> bool:
+        return self.of_loader is not None and self.version is not None and self.of_loader._version != self.version
+
     @classmethod
     def of(cls, of_loader: Tensor | None, tensor: Tensor) -> _Part:
         version = None if of_loader is None or of_loader.is_inference() else of_loader._version
@@ -173,7 +177,7 @@ class Delivery:
             NotImplementedError: the step has written into the loader's tensors by another name, such as a buffer's.
         """
         parts, self._parts = self._parts, []
-        if any(one.of_loader is not None and one.version not in (None, one.of_loader._version) for one in parts):
+        if any(one.is_changed_elsewhere for one in parts):
             raise NotImplementedError(
                 "the step has written into memory that a tensor of its batch shares with a buffer, an attribute or the "
                 "dataset: the batch's tensor in the step is a copy, which has not seen it. Give one of them a clone()"
