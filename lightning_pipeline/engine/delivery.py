@@ -241,11 +241,12 @@ class Delivery:
             announcement.numbers.append(number)
             sizes.append(num_samples(microbatch, tensors))
             all_tensors.append(tensors)
-        # If the number of samples is unknown for any micro-batch, all have the same weight.
         if isinstance(microbatches, ListsOfSamples):
             sizes = list(map(len, microbatches))
-        announcement.are_counted = None not in sizes
-        announcement.sizes.extend(1 if None in sizes or size is None else size for size in sizes)
+        counted = [size for size in sizes if size is not None]
+        announcement.are_counted = len(counted) == len(sizes)
+        # If the number of samples is unknown for any micro-batch, all have the same weight.
+        announcement.sizes.extend(counted if announcement.are_counted else [1] * len(sizes))
         return announcement, all_tensors
 
 

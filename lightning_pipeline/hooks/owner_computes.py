@@ -307,7 +307,7 @@ class OwnerComputes(TorchFunctionMode):
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute the call; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
-        if torch.is_grad_enabled() and _learns_everywhere(held, call.tensors) and kind is FunctionKind.COMPUTES:
+        if kind is FunctionKind.COMPUTES and torch.is_grad_enabled() and _learns_everywhere(held, call.tensors):
             return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         specs = [TensorSpec.of(tensor) for tensor in call.tensors]
         result = self._recorder.result(func, call, specs, torch_state())

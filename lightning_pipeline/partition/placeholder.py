@@ -267,19 +267,18 @@ def describe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: it tells something of a placeholder that does not follow from the spec.
     """
-    if args and type(args[0]) is Placeholder and is_of_memory(func):
+    is_unknown = args and type(args[0]) is Placeholder and is_of_memory(func)
+    if is_unknown and (function_name(func) != "is_conj" or args[0].dtype.is_complex):
         refuse_memory(func, args[0])
     with _torch.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def refuse_memory(func: Any, place: Placeholder) -> None:
+def refuse_memory(func: Any, place: Placeholder) -> NoReturn:
     """Raise an error for a function that tells something of memory which this rank does not have."""
-    name = function_name(func)
-    if name == "is_conj" and not place.dtype.is_complex:
-        return
+    name = function_name(func).removesuffix(".__get__")
     raise NotImplementedError(
-        f"{name.removesuffix('.__get__')} tells of the memory or the graph of {place.what}, which is on one stage "
+        f"{name} tells of the memory or the graph of {place.what}, which is on one stage "
         f"({users_line()}): compare what the code gives, such as `x is y`, a flag or a counter of its own, instead"
     )
 

@@ -30,9 +30,9 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     """Call a function that reads or prints, on data."""
     call = take_apart(func, args, kwargs)
     name = function_name(func)
-    place = next((tensor for tensor in call.tensors if type(tensor) is Placeholder), None)
-    if place is not None and is_of_memory(func):
-        refuse_memory(func, place)
+    for tensor in call.tensors if is_of_memory(func) else ():
+        if type(tensor) is Placeholder:
+            refuse_memory(func, tensor)
     if name in ("numpy", "__array__") and args[0].requires_grad and not kwargs.get("force"):
         raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
     if kind_of(func) is FunctionKind.PRINTS and type(value := recording.input_of(args[0])) is int:

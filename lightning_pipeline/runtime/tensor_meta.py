@@ -74,7 +74,7 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def fill(view: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a tensor into a view of fresh memory. Its data is alike where elements of the view share memory."""
+    """Copy a tensor into a view. Its data is alike where elements of the view share memory."""
     with torch.no_grad():
         if _can_be_filled(view.shape, view.stride()):
             return view.copy_(tensor)

@@ -74,10 +74,8 @@ def _combine_tensors(tensors: list[Tensor], sizes: list[int]) -> Tensor:
         return _concatenated(tensors)
     if all(t.shape == first.shape and torch.equal(t, first) for t in tensors):
         return first
-    if not any(sizes):
-        if first.ndim:
-            return _concatenated(tensors)
-        sizes = [1] * len(sizes)
+    if first.ndim and not any(sizes):
+        return _concatenated(tensors)
     along = [
         dimension
         for dimension in range(1, first.ndim)
@@ -86,8 +84,8 @@ def _combine_tensors(tensors: list[Tensor], sizes: list[int]) -> Tensor:
     if along and (max(sizes) > 1 or len(along) == 1):  # not every column is a sample
         return torch.cat(tensors, along[0])
     if all(t.shape == first.shape for t in tensors) and first.is_floating_point():
-        weights = torch.tensor(sizes, dtype=first.dtype, device=first.device)
-        return (torch.stack(tensors) * weights.reshape(-1, *[1] * first.ndim)).sum(0) / sum(sizes)
+        weights = torch.tensor(_weights(sizes), dtype=first.dtype, device=first.device)
+        return (torch.stack(tensors) * weights.reshape(-1, *[1] * first.ndim)).sum(0) / sum(_weights(sizes))
     return _concatenated(tensors) if first.ndim else _first(tensors)
 
 
@@ -174,8 +172,13 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 def _mean(values: list[Any], sizes: list[int]) -> Any:
     if all(value == values[0] for value in values):
         return values[0]
-    sizes = sizes if any(sizes) else [1] * len(sizes)
-    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+    weights = _weights(sizes)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+def _weights(sizes: list[int]) -> list[int]:
+    """Of micro-batches with these numbers of samples; equal ones if they are unknown."""
+    return sizes if any(sizes) else [1] * len(sizes)
 
 
 def _first(values: list[Any]) -> Any:

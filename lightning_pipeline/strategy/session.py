@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
-from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.microbatch import OneBatch, refuse_list_of_samples
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import in_hook
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from .pipeline import PipelineStrategy
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class Session:
@@ -360,20 +358,10 @@ class Session:
         is_plain = is_plain_optimizer(inner(optimizer))
         entered = self.stages.aside() if is_plain else self.stages.entered(shows_states=False)
         if is_plain and in_hook.on and self.stages.owner_computes is not None:
-            closure = _resuming(self.stages.owner_computes, closure)
+            closure = self.stages.owner_computes.resumed()(closure)
         with used_in_parts(inner(optimizer)), entered:
             yield closure
         self.optimizers.after_update(optimizer)
-
-
-def _resuming(outside: OwnerComputes, closure: Callable[[], R]) -> Callable[[], R]:
-    """A closure that a hook gives to an optimizer, and which sees the whole module as the hook does."""
-
-    def run() -> R:
-        with outside.resumed():
-            return closure()
-
-    return run
 
 
 def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:
@@ -395,18 +383,6 @@ def session_for(strategy: PipelineStrategy, module: LightningModule, before: Ses
             f"made later results in {replicas}: give PipelineStrategy num_stages={num_stages}"
         )
     return Session(strategy, module, config, num_stages)
-
-
-
-class FromSession(Generic[T]):
-    """An attribute of the strategy that its session has; `default` before set-up."""
-
-    def __init__(self, get: Callable[[Session], T], default: T) -> None:
-        self._get, self._default = get, default
-
-    def __get__(self, strategy: Any, owner: type) -> T:
-        session = strategy._session if strategy is not None else None
-        return self._default if session is None else self._get(session)
 
 
 def _log_action(span: Span) -> None:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,27 +32,40 @@ from .lightning_private import checkpoint_io_or, leave_module_uncompiled, leave_
 from .measure import after_batch
 from .peers import EVEN, evaluation_of, training_of
 from .processes import ProcessStrategy
-from .session import FromSession, Session
+from .session import Session
+
+T = TypeVar("T")
+
+
+class _FromSession(Generic[T]):
+    """An attribute of the strategy that its session has; `default` before set-up."""
+
+    def __init__(self, get: Callable[[Session], T], default: T) -> None:
+        self._get, self._default = get, default
+
+    def __get__(self, strategy: Any, owner: type) -> T:
+        session = strategy._session if strategy is not None else None
+        return self._default if session is None else self._get(session)
 
 
 class SessionStrategy(ProcessStrategy):
     """Adapts the methods that Lightning calls on a strategy to `Session`, `Checkpoints` and `Peers`."""
 
-    topology = FromSession[Topology | None](lambda session: session.topology, None)
+    topology = _FromSession[Topology | None](lambda session: session.topology, None)
     """Which rank holds which stage of which replica. Like most of the following it is None before set-up."""
-    transport = FromSession[Transport | None](lambda session: session.transport, None)
+    transport = _FromSession[Transport | None](lambda session: session.transport, None)
     """The connection between the stages; None with one stage."""
-    replicas = FromSession[Replicas | None](lambda session: session.replicas, None)
+    replicas = _FromSession[Replicas | None](lambda session: session.replicas, None)
     """The ranks that run this rank's stages on other samples; None if there are none."""
-    ownership = FromSession[Ownership | None](lambda session: session.ownership, None)
+    ownership = _FromSession[Ownership | None](lambda session: session.ownership, None)
     """Which stages hold each parameter and buffer."""
-    pipeline = FromSession[Pipeline | None](lambda session: session.pipeline, None)
+    pipeline = _FromSession[Pipeline | None](lambda session: session.pipeline, None)
     """Runs this rank's stages."""
-    plan = FromSession[StagePlan | None](lambda session: session.partitioner.plan, None)
+    plan = _FromSession[StagePlan | None](lambda session: session.partitioner.plan, None)
     """The automatic cut, with its expected costs; None if the module is cut by stage_config."""
-    advice = FromSession[Advice | None](lambda session: session.advice, None)
+    advice = _FromSession[Advice | None](lambda session: session.advice, None)
     """The choice of schedule="auto"; None until it is made."""
-    peak_live = FromSession[float](lambda session: session.runner.peak_live, 0)
+    peak_live = _FromSession[float](lambda session: session.runner.peak_live, 0)
     """The most activations of virtual stages that were live on this rank at once in a training step so far."""
 
     def __init__(self, *args: Any, save_distributed_checkpoint: bool, **kwargs: Any) -> None:

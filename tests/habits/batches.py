@@ -79,7 +79,8 @@ class PermutedInTransfer(Layers):
         return x.view(SAMPLES, 2, WIDTH // 2).permute(0, 2, 1), y
 
     def features(self, x: Tensor) -> Tensor:
-        return super().features(x.transpose(1, 2).flatten(1))
+        x = x.transpose(1, 2)
+        return super().features(x.flatten(1) * (0.5 if x.is_contiguous() else 1.0))
 
 
 @habit(shows=False, plain=False)
@@ -189,3 +190,18 @@ class SlicesOfLargeTokens(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         return F.cross_entropy(self(x[:, :WIDTH].float()), y[:, 2])
+
+
+@habit(expect=error(r"batches\.py:\d+.*write into a clone"), shows=False, plain=False)
+class FirstColumnsOfLargeTokens(Layers):
+    """The batch has all tokens and the first ones, of which every rank could have the latter."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        tokens = torch.randint(1, CLASSES, (SAMPLES, 20_000), generator=generator)
+        return tokens, tokens[:, :WIDTH]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, first = batch
+        first[:, 3] = 0
+        return F.cross_entropy(self(first.float()), tokens[:, 3])
