@@ -32,6 +32,7 @@ from torch.utils._foreach_utils import (
     _has_foreach_support,
 )
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -55,6 +56,10 @@ pop_function_mode = torch._C._pop_torch_function_stack
 function_modes = _get_current_function_mode_stack
 innermost_mode_taken_off = _pop_mode_temporarily
 """A context in which the innermost function mode is not active."""
+
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes_taken_off = _disable_current_modes
+"""A context in which no dispatch mode is active."""
 
 transform = torch._C._functorch.peek_interpreter_stack
 """The innermost transform of `torch.func` that is running; None outside of one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,7 +310,8 @@ class OwnerComputes(TorchFunctionMode):
         if kind is FunctionKind.COMPUTES and torch.is_grad_enabled() and _learns_everywhere(held, call.tensors):
             return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         specs = [TensorSpec.of(tensor) for tensor in call.tensors]
-        result = self._recorder.result(func, call, specs, torch_state())
+        with _torch.dispatch_modes_taken_off() if _torch.num_dispatch_modes() else nullcontext():
+            result = self._recorder.result(func, call, specs, torch_state())
         if result is None:
             # The spec of the result depends on data.
             if kind is FunctionKind.WRITES:  # by a mask, as in x[x < 0] = y
@@ -341,6 +342,9 @@ class OwnerComputes(TorchFunctionMode):
                 else:
                     self._keys.note(made[index], where)
             return tree.rebuild(layout, made)
+        if _torch.num_dispatch_modes():  # as the counter of operations that Lightning's summary of the model enters
+            with suppress(Exception):
+                self._run(func, call, self._recorder.inference.fakes(specs))
         # What the recorder expects is made here from placeholders, in the same order as on the ranks that compute.
         for slot, spec in result.writes:
             self._set_spec(call.tensors[slot], spec)

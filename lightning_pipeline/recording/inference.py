@@ -150,8 +150,7 @@ class Inference:
         if any(spec.stride is None for spec in specs):
             found = self._on_zeros(function, call, specs)
             return found if found == self._on_zeros(function, call, specs, num_stored=1) else None
-        with self.mode:
-            fakes = [_made(spec) for spec in specs]
+        fakes = self.fakes(specs)
         try:
             with self.mode:
                 found = _run(function, call, fakes, specs, self.mode)
@@ -164,6 +163,11 @@ class Inference:
             if "data is not allocated" in str(error):  # it looks into the data, as into the sizes of packed sequences
                 return None
             return self._on_zeros(function, call, specs)
+
+    def fakes(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Tensors without data, on which torch's functions run at once."""
+        with self.mode:
+            return [_made(spec) for spec in specs]
 
     def _on_zeros(
         self, function: Any, call: Call, specs: Sequence[TensorSpec], num_stored: int = 0, *, as_ever: bool = False

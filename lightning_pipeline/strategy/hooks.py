@@ -137,6 +137,9 @@ def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
         return True
     if hook.endswith(("_model_eval", "_model_train")) and any(_changes_mode(sub) for sub in module.modules()):
         return True
+    # The summary of the model then runs it.
+    if hook == "on_fit_start" and module.example_input_array is not None:
+        return True
     return hasattr(Callback, hook) and any(
         not type(callback).__module__.startswith(_HARMLESS) and is_overridden(hook, callback, Callback)
         for callback in trainer.callbacks  # type: ignore[attr-defined]

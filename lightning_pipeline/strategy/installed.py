@@ -14,6 +14,7 @@ from lightning_pipeline.partition.overrides import InPlaceOf, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
 from .._lightning import Trainer, TrainerFn
+from .graph_logging import skip_graphs
 from .hooks import follow_hooks, refuse_states_in_hooks
 from .lightning_private import (
     Override,
@@ -54,6 +55,7 @@ def installed(session: Session) -> ExitStack:
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
             stack.enter_context(follow_first_rank(module, override))
+            skip_graphs(module, override, are_logged=session.has_logged_graphs)
         elif session.optimizers.are_shared_out:
             refuse_states_in_hooks(module, session.optimizers.refused_in, override)
         if not session.is_single_process:

@@ -34,6 +34,7 @@ from ..checkpoint.state import copies_of
 from . import validation
 from .advisor import Advice, Advisor, observed
 from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, loaders_batch_size
+from .graph_logging import log_graphs
 from .hooks import has_batch_hooks, is_plain_optimizer
 from .installed import installed
 from .left_states import used_in_parts
@@ -77,6 +78,7 @@ class Session:
         advisor: chooses the schedule; None unless schedule="auto".
         signals: those that have arrived on this rank.
         is_over: a run has failed, so the next one needs new connections.
+        has_logged_graphs: loggers have the module's graph.
         is_left_whole: the last run is over, and has left every rank the whole module.
     """
 
@@ -112,6 +114,8 @@ class Session:
         self._whole_batch: WholeBatch | None = None  # the last training step, if Lightning runs it itself
         self.partitioner: Partitioner = Partitioner(strategy, module, config, num_stages, replicas)
         cut = self.partitioner.at_start()
+        is_fit = trainer.state.fn == TrainerFn.FITTING and not self.is_single_process
+        self.has_logged_graphs = is_fit and cut.is_final and log_graphs(module, strategy.broadcast)
         self._seed = strategy.broadcast(torch.initial_seed())
         self._apply(cut)
         self.optimizers = StageOptimizers((), self.ownership, self.transport)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelSummary
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from tests.habits.first_rank import RowsLogger
+from tests.habits.first_rank import RowsLogger, folder_of
 from tests.habits.loaders import OwnLoader, samples
 from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layers, Noting
 from tests.habits.table import habit
@@ -162,3 +163,39 @@ class OnlineProbe(Callback):
 @habit(callbacks=lambda: [OnlineProbe()], plain=False, shows=False)
 class ProbedOnline(Layers):
     pass
+
+
+@habit(plain=False, shows=False)  # the file is compared
+class ExampleInput(Layers):
+    """The summary of the model runs it on an example, for sizes of inputs and outputs, and counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(2, *samples(1, 0)[0][0].shape)
+
+    def configure_callbacks(self) -> Callback:
+        callback = ModelSummary(max_depth=-1)
+
+        def write(summary_data: Any, *args: Any, **kwargs: Any) -> None:
+            (folder_of(self) / "summary.txt").write_text(f"{summary_data} {args} {kwargs}")
+
+        callback.summarize = write  # type: ignore[method-assign, assignment]
+        return callback
+
+
+class GraphLogger(RowsLogger):
+    """Traces the model, as TensorBoardLogger does with `log_graph=True`."""
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        traced = torch.jit.trace(model, model.example_input_array, check_trace=False)
+        self.experiment.rows.append(f"{[node.kind() for node in traced.inlined_graph.nodes()]}")
+
+
+@habit(plain=False, shows=False, trainer=lambda folder: {"logger": GraphLogger(folder)})  # the file is compared
+class GraphLogged(ExampleInput):
+    """The graph of a forward that draws random numbers is logged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.features(x)
+        return self.head(hidden + 0.1 * torch.randn_like(hidden))

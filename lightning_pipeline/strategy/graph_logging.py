@@ -1,0 +1,62 @@
+"""Loggers that trace the whole module, as `TensorBoardLogger(log_graph=True)` does with its `example_input_array`.
+
+Lightning asks for it after set-up, when no rank holds the whole module any more, so it is done just before the cut.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_pipeline.partition.placeholder import AbsentDataError
+
+from .._lightning import LightningModule, rank_zero_warn
+from .lightning_private import Override
+
+
+def log_graphs(module: LightningModule, broadcast: Callable[[Any], Any]) -> bool:
+    """Have loggers log the graph of a module that the first rank still holds as a whole. Returns whether they could.
+
+    All ranks must call it. What the forward draws of random numbers, it draws on all ranks, as in one process.
+    """
+    if module.example_input_array is None or any(parameter.is_meta for parameter in module.parameters()):
+        return False
+    for logger in module.trainer.loggers:
+        logger.log_graph(module)  # on the first rank; the others' loggers do nothing
+    numpy = sys.modules.get("numpy")
+    own = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    state, python_state, numpy_state = broadcast(own)
+    torch.set_rng_state(state)
+    random.setstate(python_state)
+    if numpy is not None and numpy_state is not None:
+        numpy.random.set_state(numpy_state)
+    return True
+
+
+def skip_graphs(module: LightningModule, override: Override, *, are_logged: bool) -> None:
+    """Have loggers log no graph of a module of which each rank holds a part.
+
+    Args:
+        are_logged: `log_graphs` has logged them.
+    """
+    for logger in module.trainer.loggers:
+        override(logger, "log_graph", _nothing if are_logged else partial(_try, logger.log_graph))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _try(log_graph: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    try:
+        log_graph(*args, **kwargs)
+    except AbsentDataError:
+        rank_zero_warn(
+            "The module's graph is not logged: no rank holds all of the module. Log it before the run, with "
+            "logger.experiment.add_graph(module, module.example_input_array)"
+        )
