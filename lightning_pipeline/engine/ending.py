@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
@@ -116,7 +116,9 @@ def end_step(
         assert one.data is not None
         with torch.no_grad():
             # A copy, as the stage's graph may have saved the tensor that it computed.
-            become(one.place, one.data.detach().clone() if one.owner == rank else one.data.detach())
+            data = one.data.detach().clone() if one.owner == rank else one.data.detach()
+            asks = one.spec.requires_grad and one.spec.is_leaf
+            become(one.place, nn.Parameter(data, asks) if one.spec.is_parameter else data.requires_grad_(asks))
     for state in microbatches:
         if state.recording is not None and state.recording.kept_views:
             share_memory_again(state.recording)

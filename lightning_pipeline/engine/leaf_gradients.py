@@ -73,6 +73,15 @@ class LeafGradients:
         return not is_modules and type(leaf) is not Placeholder and holders_of(leaf) is None
 
 
+def give_back(moved: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+    """Give leaves of the user's the gradients of those that stand for them (`Recording.moved_leaves`)."""
+    for stand_in, leaf, before in moved:
+        if type(leaf) is Placeholder:
+            continue  # the user's code does not refer to it any more
+        known, new = before if leaf.grad is None else leaf.grad, stand_in.grad
+        leaf.grad = known if new is None else new if known is None else known + new
+
+
 def _num_writes(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 

@@ -14,6 +14,7 @@ from lightning_pipeline.engine.backward_in_order import run_backward
 from lightning_pipeline.engine.ending import check_alike, check_on_the_way, digest_of, end_step, wanted_values
 from lightning_pipeline.engine.executor import RankProgram, ScheduleRun, Span
 from lightning_pipeline.engine.in_order import InOrder
+from lightning_pipeline.engine.leaf_gradients import give_back
 from lightning_pipeline.engine.microbatch import Content, EarlyForward, Microbatch, StepResult, contents
 from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.reads import StepReads
@@ -336,6 +337,9 @@ class PipelineStep:
             places = state.recording.event.program.leaves if self.work.loss_of is not None else ()
             captured += [state.recording.captured[place] for place in places]
         self.shared.leaf_gradients.share(captured)
+        for state in self.states:
+            assert state.recording is not None
+            give_back(state.recording.moved_leaves)
 
     def set_retained(self) -> None:
         """Set ``.grad`` of the tensors on which `retain_grad` was called."""

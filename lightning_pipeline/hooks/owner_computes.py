@@ -37,7 +37,7 @@ from lightning_pipeline.hooks.optimizer_states import OptimizerStates, Parameter
 from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, refuse_writing
 from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.comparisons import REFLECTED, unreflected
+from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, describe, in_hook, placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
@@ -213,6 +213,8 @@ class OwnerComputes(TorchFunctionMode):
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_never_equal(func, args):
+            return NotImplemented
         if func in REFLECTED:
             func, args = unreflected(func, args, lambda tensor: holders_of(tensor) or ())
         kind, name = kind_of(func), function_name(func)

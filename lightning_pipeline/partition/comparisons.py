@@ -10,6 +10,7 @@ placeholders is of `Tensor`. So ranks come to different calls, depending on whic
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 from torch import Tensor
@@ -33,3 +34,10 @@ def unreflected(func: Any, args: Any, place: Callable[[Tensor], Any]) -> tuple[A
     if len(args) == 2 and all(isinstance(one, Tensor) for one in args) and place(args[0]) > place(args[1]):
         return REFLECTED[func], args[::-1]
     return func, args
+
+
+def is_never_equal(func: Any, args: Any) -> bool:
+    """Whether a comparison is one with None, a string or the like, which Python answers by identity."""
+    if func not in REFLECTED or len(args) != 2:
+        return False
+    return not all(isinstance(one, Tensor | Number) or hasattr(one, "__array__") for one in args)

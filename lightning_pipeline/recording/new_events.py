@@ -21,7 +21,7 @@ from lightning_pipeline.recording.path import answer, follow, inspect
 from lightning_pipeline.recording.python_state import Unclear
 from lightning_pipeline.recording.reading import result_on_data
 from lightning_pipeline.recording.split_modules import SplitCall
-from lightning_pipeline.recording.view_writes import come_together, sharers_of, tell_sharers
+from lightning_pipeline.recording.view_writes import bring_base, come_together, sharers_of, tell_sharers
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -57,7 +57,8 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
     if result.writes and function_name(func) != "data.__set__":
         _refuse_overlapping(recording, inputs, result)
         sharers = sharers_of(recording, inputs, result)
-        if come_together(recording, visit, inputs, result, sharers):
+        come = bring_base(recording, visit, call.tensors, inputs, result)
+        if come or come_together(recording, visit, inputs, result, sharers):
             return add_call(recording, func, kind, args, kwargs)
     if type(func) is SplitCall:
         draws = args[1] in func.drawing

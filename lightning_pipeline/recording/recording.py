@@ -90,6 +90,8 @@ class Recording(TorchFunctionMode):
         switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
             required them where stages have come to.
         twins: placeholders of values that the user's code has other ones of, too.
+        moved_leaves: leaves of the user's that a stage writes into, whose gradients have others gathered since; with
+            these, and the gradients from before.
         kept_views: after the step, views among what the user's code refers to.
     """
 
@@ -138,6 +140,7 @@ class Recording(TorchFunctionMode):
         self.twins: list[Placeholder] = []
         self.kept_views: list[KeptView] = []
         self.refused: NotImplementedError | None = None
+        self.moved_leaves: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for child in self.event.children:
@@ -320,15 +323,35 @@ class Recording(TorchFunctionMode):
                 f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
                 f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
             )
-        with _torch.DisableTorchFunction():
-            # The stage needs its former data, in an object of its own.
-            before = tensor.detach()
-        self.overwritten.add(id(before))
-        for index, captured in enumerate(self.captured):
-            if captured is tensor:
-                self.captured[index] = before
+        for earlier in self.recorder.recordings:
+            if earlier is not self:  # its stages have yet to use the data as it is now
+                earlier.leave_data_of(tensor, copy=True)
+        self.leave_data_of(tensor)
         become(tensor, placeholder(spec, what))
         tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
+        self.kept.append(tensor)  # type: ignore[arg-type]
+
+    def leave_data_of(self, tensor: Tensor, *, copy: bool = False) -> None:
+        """Give stages the data of a captured tensor in an object of its own, as the tensor becomes a placeholder."""
+        places = [index for index, captured in enumerate(self.captured) if captured is tensor]
+        if not places:
+            return
+        with _torch.DisableTorchFunction():
+            before = tensor.detach().clone() if copy else tensor.detach()
+            if tensor.requires_grad and tensor.is_leaf:
+                before.requires_grad_()
+                self.moved_leaves.append((before, tensor, tensor.grad))
+        if not copy:
+            self.overwritten.add(id(before))
+        for index in places:
+            self.captured[index] = before
+
+    def stand_for(self, tensor: Tensor, made: Placeholder) -> None:
+        """Make a tensor that every rank had stand for a value of a stage."""
+        for one in self.recorder.recordings:
+            one.leave_data_of(tensor, copy=one is not self)
+        become(tensor, placeholder(made.spec, made.what))
+        tensor.value, tensor.recording = made.value, self  # type: ignore[attr-defined]
         self.kept.append(tensor)  # type: ignore[arg-type]
 
     def _take_along_views(self, tensor: Tensor) -> None:

@@ -24,12 +24,14 @@ class ReplicatedMemory:
     Attributes:
         batch: memory of the batch's tensors, which are parts of larger ones that no step sees.
         exposed: memory that numpy, or C code, shares.
+        coming: memory that becomes a stage's with all its views.
     """
 
     def __init__(self, copied: frozenset[int]) -> None:
         self.batch: set[int] = set()
         self.exposed: set[int] = set()
         self.copied = copied
+        self.coming: int | None = None
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}
         self._places: dict[int, list[int]] = {}  # of captured tensors, as far as they have been looked at
         self._num_looked_at = 0
@@ -51,6 +53,8 @@ class ReplicatedMemory:
     def is_shared(self, tensor: Tensor) -> bool:
         """Whether a view or an array shares a tensor's memory and would miss what a stage writes into it."""
         memory = memory_of(tensor)
+        if memory == self.coming:
+            return False
         others = [reference() for reference in self._views.get(memory, ())]
         has_view = any(other is not None and other is not tensor for other in others)
         return memory in self.exposed or has_view or (memory not in self.batch and is_view_of_kept(tensor))

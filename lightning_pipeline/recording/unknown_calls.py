@@ -10,11 +10,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.comparisons import REFLECTED, unreflected
+from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import describe
+from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.recording import autograd_calls, one_rank
 from lightning_pipeline.recording.contexts import refuse_transforms
@@ -36,6 +37,8 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     kind = kind_of(func)
     if kind is FunctionKind.DESCRIBES:
         return describe(func, args, kwargs)
+    if is_never_equal(func, args):
+        return NotImplemented
     recording.num_aside += 1  # unless it becomes an event, below
     if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
         return func(*args, **kwargs)
@@ -49,8 +52,12 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         if recording.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
             return autograd_calls.read_gradient(recording, *args)
         return compute_everywhere(recording, func, kind, args, kwargs)
-    if function_name(func) in ("__getitem__", "__setitem__") and (indexed := with_index_of_tensors(args)) is not None:
-        return recording.__torch_function__(func, (), indexed, kwargs)
+    if function_name(func) in ("__getitem__", "__setitem__"):
+        indexed = with_index_of_tensors(args)
+        if indexed is None and not recording.is_ours(args[:1]):
+            indexed = _with_index_of_numbers(recording, args)
+        if indexed is not None:
+            return recording.__torch_function__(func, (), indexed, kwargs)
     if func in REFLECTED:
         once, operands = unreflected(func, args, partial(_place, recording))
         if operands is not args:
@@ -73,6 +80,27 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     if func in autograd_calls.GETTERS:
         return autograd_calls.read_gradient(recording, *args)
     return add_call(recording, func, kind, args, kwargs)
+
+
+def _with_index_of_numbers(recording: Recording, args: Any) -> Any:
+    """The arguments of a call that indexes what every rank has, with numbers in place of integers that stages compute;
+    None if there are none. Torch reads them as well, and what it gives for them is a view.
+    """
+    index = args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(_is_integer(part) for part in parts):
+        return None
+    made = tuple(
+        recording.__torch_function__(Tensor.item, (), (part,), {}) if _is_integer(part) else part for part in parts
+    )
+    return (args[0], made if isinstance(index, tuple) else made[0], *args[2:])
+
+
+def _is_integer(part: Any) -> bool:
+    return type(part) is Placeholder and not part.shape and part.dtype in _INTEGERS
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _place(recording: Recording, tensor: Tensor) -> tuple[int, ...]:

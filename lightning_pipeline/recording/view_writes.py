@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
 from lightning_pipeline.partition.users_line import users_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.kept_views import arguments_again
-from lightning_pipeline.recording.matcher import UNLIKE
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE
 from lightning_pipeline.recording.path import answer, follow, inspect
 from lightning_pipeline.recording.views import Views
 
@@ -132,6 +134,35 @@ def come_together(
         if others and at != {visit}:
             _make_anew(recording, views, visit, first, used)
             return True
+    return False
+
+
+def bring_base(
+    recording: Recording, visit: int, operands: Sequence[Tensor], inputs: Sequence[Any], result: Result
+) -> bool:
+    """Make a tensor that every rank has, and its views, values of the visit that writes into one of them, as where
+    ``total[i] += loss`` adds to a row of zeros. Returns whether there were views.
+    """
+    known = recording.memory
+    for slot, _ in result.writes:
+        if inputs[slot] is not CAPTURED:
+            continue
+        with _torch.DisableTorchFunction():
+            whole = operands[slot]._base
+        base = operands[slot] if whole is None else whole
+        memory = memory_of(base)
+        if memory in known.exposed | known.batch or recording.tensors.number_of(base) is not None:
+            continue
+        specs = [(one, one.shape, one.stride(), one.storage_offset()) for one in views_of(base)]
+        if not specs:
+            continue
+        known.coming = memory
+        _see(recording, base, None, TensorSpec.of(base), visit)
+        known.coming = None
+        for one, *place in specs:
+            made = recording.__torch_function__(torch.as_strided, (), (base, *place))
+            recording.stand_for(one, made)
+        return True
     return False
 
 
@@ -246,7 +277,7 @@ def _follow(recording: Recording, place: Placeholder, other: Placeholder) -> Non
             recording.change(place, other.spec)
 
 
-def _see(recording: Recording, place: Placeholder, written: Tensor | None, spec: TensorSpec, visit: int) -> None:
+def _see(recording: Recording, place: Tensor, written: Tensor | None, spec: TensorSpec, visit: int) -> None:
     """Give a tensor the value that it has after a write."""
     args = (place,) if written is None else (place, written)
     _followed(recording, seen_through, args, Result(tree.Slot(0), (0,), ((0,),), ((0, spec),)), visit)

@@ -123,3 +123,17 @@ class Scaled(torch.autograd.Function):
 class FunctionTakesNestedOptions(Layers):
     def features(self, x: Tensor) -> Tensor:
         return super().features(Scaled.apply(super().features(x), {"factors": (1, [1.5, (2, 3)])}))
+
+
+@habit(plain=False, shows=False)
+class ComparesWithNone(Layers):
+    """`==` and `in` with None and strings, in the step and in a hook."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if loss == None or loss in [None] or self.layers[0].linear.weight == "none":  # noqa: E711
+            return None
+        return loss * (2 if loss != None and loss not in ("none", None) else 1)  # noqa: E711
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("is_none", float(self.head.weight == None or self.layers[0].linear.weight in [None]))  # noqa: E711
