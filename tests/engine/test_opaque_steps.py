@@ -119,10 +119,21 @@ def into_a_view(x: Tensor) -> Tensor:
     return x + buffer
 
 
+def test_a_view_of_what_every_rank_has_is_written_into() -> None:
+    assert_equal(of(lambda: With(into_a_view)), STAGES, step, BATCHES)
+
+
+def into_memory_of_an_array(x: Tensor) -> Tensor:
+    buffer = torch.zeros(x.shape)
+    array = buffer.numpy()
+    buffer[2] = x[0]
+    return x + float(array[0, 0])
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (into_a_view, "shares its memory"),
+        (into_memory_of_an_array, "shares its memory"),
         (lambda x: x * torch.bernoulli(x.sigmoid(), generator=torch.Generator()), "from a generator of the user's"),
         (lambda x: torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y, (x,)), "torch.where"),
     ],
