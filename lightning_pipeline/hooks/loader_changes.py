@@ -141,6 +141,12 @@ def of_class(holder: type, content: dict[str, Any]) -> Iterator[tuple[str, Any, 
             yield "attribute", name, now
 
 
+def of_slots(holder: Any, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name, value in content.items():
+        if (now := getattr(holder, name, value)) is not value:
+            yield "attribute", name, now
+
+
 def of_cell(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
     if holder.cell_contents is not content:
         yield "attribute", "cell_contents", holder.cell_contents

@@ -9,6 +9,7 @@ bytes and what lies beyond `MOST` objects not at all.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import pickle
 import random
@@ -28,6 +29,8 @@ from torch.utils.data import DataLoader
 from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.hooks import loader_changes
 from lightning_pipeline.hooks.loader_changes import SENT, Change, Known, Made, Path
+from lightning_pipeline.partition.attributes import Slots, slots_of
+from lightning_pipeline.recording.function_state import is_of_others
 
 MOST = 1000
 """Objects that are looked at. They are met in the order of their distance from the loader."""
@@ -42,6 +45,7 @@ _PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
 )
 _FIXED = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType, property)
+_CODE = (*_FIXED, types.FunctionType)
 _OF_LOADERS = ("dataset", "batch_sampler", "sampler", "collate_fn", "generator")
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FOREIGN = tuple(f"{name}." for name in ("torch", "numpy", "lightning_pipeline", *PACKAGES))
@@ -157,6 +161,11 @@ class LoaderState:
                 self._go_on(content.items(), where, "get")
         self._look_at_globals(_globals_of_class(cls))
 
+    def _look_at_slots(self, value: Any, path: Path) -> None:
+        content = dict(Slots(value))
+        self._note(loader_changes.of_slots, path, value, content)
+        self._go_on(content.items(), path, "get")
+
     def _look_at_function(self, value: types.FunctionType, path: Path) -> None:
         if f"{value.__module__}.".startswith(_FOREIGN):
             return
@@ -168,6 +177,9 @@ class LoaderState:
                 continue
             self._note(loader_changes.of_cell, where, cell, content)
             self._next.append((content, (*where, ("get", "cell_contents"))))
+        own, where = vars(value), (*path, ("get", "__dict__"))
+        self._note(loader_changes.of_dict, where, own, own.copy())
+        self._go_on(own.items(), where)
         self._look_at_globals(_globals_of(value.__code__, value.__module__))
 
     def _look_at_globals(self, found: dict[str, tuple[str, ...]]) -> None:
@@ -242,6 +254,10 @@ def _look_of(cls: Any) -> Callable[[LoaderState, Any, Path], None] | None:
     for kinds, look in looks:
         if issubclass(cls, kinds):
             return look
+    if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
+        return LoaderState._look_at_object
+    if slots_of(cls) and not _is_foreign(cls):
+        return LoaderState._look_at_slots
     is_known = not _is_foreign(cls) or cls.__module__.startswith("torch.utils.data.")
     return LoaderState._look_at_object if is_known and _is_made_by_python(cls) else None
 
@@ -286,9 +302,10 @@ def _globals_of_class(cls: type) -> dict[str, tuple[str, ...]]:
 def _globals_of(code: types.CodeType, module: str) -> dict[str, tuple[str, ...]]:
     """The names in a function's module that its code uses as data, or as functions of the same module."""
     scope = vars(sys.modules[module]) if module in sys.modules else {}
-    todo, names = [code], dict[str, Any]()
+    todo, named, names = [code], dict[str, None](), dict[str, Any]()
     while todo:
         one = todo.pop()
+        named.update(dict.fromkeys(one.co_names))
         names.update((name, scope[name]) for name in one.co_names if name in scope)
         todo += [constant for constant in one.co_consts if isinstance(constant, types.CodeType)]
     own = tuple(
@@ -296,7 +313,13 @@ def _globals_of(code: types.CodeType, module: str) -> dict[str, tuple[str, ...]]
         for name, value in names.items()
         if not isinstance(value, _FIXED) and (not isinstance(value, types.FunctionType) or value.__module__ == module)
     )
-    return {module: own} if own else {}
+    found = {module: own} if own else {}
+    for value in names.values():
+        if isinstance(value, types.ModuleType) and not is_of_others(value.__name__) and value.__name__ != module:
+            data = tuple(name for name in named if name in vars(value) and not isinstance(vars(value)[name], _CODE))
+            if data and sys.modules.get(value.__name__) is value:
+                found[value.__name__] = data
+    return found
 
 
 @functools.cache

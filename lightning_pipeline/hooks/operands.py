@@ -128,8 +128,15 @@ class TensorKeys:
         self._held = None
 
     def kept(self) -> dict[int, Tensor]:
-        """What hooks have made, that the user has kept and not all ranks hold, by its latest key."""
-        return {key: tensor for key, tensor in self._made.items() if self.key_of(tensor) == key}
+        """What hooks have made, that the user has kept and not all ranks hold, by its latest key.
+
+        It may have been a part of the module for a while, as a copy of averaged weights that is validated.
+        """
+        return {
+            key: tensor
+            for key, tensor in self._made.items()
+            if holders_of(tensor) is not None and tensor.__dict__.get(_KEY) == key
+        }
 
     def versions_everywhere(self) -> dict[str, int]:
         """The versions of the module's tensors that every rank has, by name."""

@@ -261,6 +261,9 @@ class Placeholder(Tensor):
         handle_torch_function(Tensor.requires_grad_, (self,), self, value)
 
 
+# Code that asks for the name of a tensor's class is told the same on all ranks.
+Placeholder.__name__, Placeholder.__qualname__, Placeholder.__module__ = "Tensor", "Tensor", "torch"
+
 _OWN = ("spec", "value", "recording", "what", "_is_param")
 
 

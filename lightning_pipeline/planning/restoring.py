@@ -236,9 +236,10 @@ class _Snapshot:
             self._todo += [(name, item) for item in items if type(item) not in _PLAIN]
 
     def _visit_function(self, name: str, function: types.FunctionType) -> None:
-        """Its closure, and the globals that its code names."""
+        """Its closure, its attributes, and the globals that its code names, of other modules as well."""
         if _is_of_library(function.__module__):
             return
+        self._visit_attributes(f"{name}.", vars(function))
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # an empty cell
                 content = cell.cell_contents
@@ -249,6 +250,12 @@ class _Snapshot:
             if key in scope and not isinstance(scope[key], (type, types.ModuleType)):
                 self._undo.append(partial(scope.__setitem__, key, scope[key]))
                 self._todo.append((key, scope[key]))
+            elif isinstance(module := scope.get(key), types.ModuleType) and not _is_of_library(module.__name__):
+                for one in function.__code__.co_names:
+                    content = vars(module).get(one)
+                    if content is not None and not isinstance(content, (type, types.ModuleType)):
+                        self._undo.append(partial(_set_if_changed, module, one, content))
+                        self._todo.append((f"{key}.{one}", content))
 
     def _visit_class(self, cls: type) -> None:
         for base in cls.__mro__:

@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_pipeline._names import PACKAGES
+from lightning_pipeline.partition.attributes import attributes_of
 from lightning_pipeline.recording.operation import TakenAlong, is_atom
 
 _METHODS = ("forward", "backward", "setup_context")
@@ -136,7 +137,7 @@ def _code_of(cls: type) -> tuple[frozenset[str], list[tuple[FunctionType, tuple[
         names |= (own := names_in(function.__code__))
         cells = [content for cell in function.__closure__ or () if (content := _content(cell)) is not _EMPTY]
         scope = function.__globals__
-        used = [name for name in sorted(own) if name in scope and not _is_fixed(scope[name])]
+        used = [name for name in sorted(own) if name in scope and _may_have_state(scope[name])]
         functions.append((function, tuple(used)))
         reached = (*(scope[name] for name in own if name in scope), *cells)
         pending += [one for one in reached if isinstance(one, FunctionType)]
@@ -161,10 +162,17 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, (type, FunctionType)) or (is_of_others(type(value).__module__) and callable(value))
 
 
+def _may_have_state(value: Any) -> bool:
+    return not _is_fixed(value) or (isinstance(value, FunctionType) and not is_of_others(value.__module__))
+
+
 def note_use(found: Found, name: str, value: Any, names: frozenset[str], depth: int) -> None:
     """Note a value that code uses which has these names in it."""
     if isinstance(value, MethodType):
         value, names = value.__self__, names | names_in(value.__func__.__code__)
+    if isinstance(value, FunctionType):
+        for inner in [inner for inner in vars(value) if inner in names]:
+            note_use(found, f"{name}.{inner}", vars(value)[inner], names, depth + 1)
     if _is_fixed(value) and not isinstance(value, nn.Module):
         return
     if isinstance(value, np.ndarray):
@@ -175,7 +183,7 @@ def note_use(found: Found, name: str, value: Any, names: frozenset[str], depth: 
     elif isinstance(value, dict):
         _inside(found, name, value.items(), names, depth)
         value = tuple((_plain(key, depth), _plain(item, depth)) for key, item in value.items())
-    elif not is_atom(value) and not isinstance(value, Tensor) and depth < _MAX_DEPTH and hasattr(value, "__dict__"):
+    elif not (is_atom(value) or isinstance(value, Tensor)) and depth < _MAX_DEPTH and attributes_of(value) is not None:
         if not isinstance(value, ModuleType):
             cls: Any = type(value)
             names = names | _names_of(cls, names)
@@ -204,7 +212,8 @@ def _plain(value: Any, depth: int) -> Any:
 
 def _attributes(value: Any, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """Those of an object that the code names."""
-    own = vars(value)
+    own = attributes_of(value)
+    assert own is not None
     places = [own, *(own[kind] for kind in ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module))]
     for place in places:
         for name in [name for name in place if name in names]:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
 
 
+_WITHOUT_DATA = ("data.__set__", "requires_grad_", "requires_grad.__set__")
+"""Functions that change a tensor and not what is in its memory."""
+
+
 def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> Any:
     """Add an event for a call that the path has not had here, if it has not. Returns the call's result."""
     for child in recording.event.children:
@@ -52,9 +56,11 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
                     recording.event = child
                     return found
     refuse_graph_of_earlier(call, inputs, specs, result)
+    if function_name(func) == "data.__set__" and _has_that_data(recording, inputs):
+        return None
     visit = _visit_for(recording, func, inputs, specs, result)
     sharers = []
-    if result.writes and function_name(func) != "data.__set__":
+    if result.writes and function_name(func) not in _WITHOUT_DATA:
         _refuse_overlapping(recording, inputs, result)
         sharers = sharers_of(recording, inputs, result)
         come = bring_base(recording, visit, call.tensors, inputs, result)
@@ -79,6 +85,15 @@ def _after_write(recording: Recording, event: Event, func: Any, args: Any, kwarg
     recording.event = event
     tell_sharers(recording, event, take_apart(func, args, kwargs).tensors)
     return found
+
+
+def _has_that_data(recording: Recording, inputs: Sequence[Any]) -> bool:
+    """Whether a tensor has the data already that it is given, as at the end of ``x.data *= 2``."""
+    if not all(type(value) is int and value >= 0 for value in inputs):
+        return False
+    views = recording.placing.views
+    tensor, given = (views.with_same_data(views.tensor_of(value)) for value in inputs)
+    return tensor == given and not views.has_parted(tensor)
 
 
 def _refuse(func: Any, kwargs: dict[str, Any]) -> None:

@@ -11,19 +11,22 @@ before it and after it, so that what changes nothing costs little more than its 
 
 from __future__ import annotations
 
+import argparse
 import dis
 import inspect
 import itertools
 import random
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_pipeline.partition.attributes import attributes_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.recording.function_state import is_of_others, names_in
 from lightning_pipeline.recording.operation import is_atom
@@ -33,12 +36,14 @@ _MAX_KNOWN = 512
 """Functions whose places are remembered."""
 _LONG = 1000
 """Elements of a container from which on only its length and its end are looked at."""
+_LARGE = 1 << 18
+"""Bytes of an array up to which its elements are looked at."""
 _MAX_DEPTH = 3
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CONTAINERS = (MutableSequence, MutableMapping, MutableSet, deque, np.ndarray)
-_WITH_STATE = (random.Random, np.random.Generator, np.random.RandomState, itertools.count)
-_LEADING = (nn.Module, MethodType, partial, list, tuple, dict, set, deque)
+_WITH_STATE = (random.Random, np.random.Generator, np.random.RandomState, itertools.count, Iterator)
+_LEADING = (nn.Module, MethodType, partial, list, tuple, dict, set, deque, SimpleNamespace, argparse.Namespace)
 """What leads on, whoever has made it."""
 _NOTHING = object()
 
@@ -67,12 +72,19 @@ class Places:
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 self._cells.append((name, cell))
             used = names_in(value.__code__)
+            attributes = vars(value)
+            self._places += [
+                (f"{value.__name__}.{name}", attributes, name) for name in names | stored if name in attributes
+            ]
             self._places += [
                 (name, value.__globals__, name) for name in used if _may_change(value.__globals__, name, stored)
             ]
             return
-        space = getattr(value, "__dict__", None)
-        if space is None or isinstance(value, ModuleType):
+        space = attributes_of(value)
+        if isinstance(value, ModuleType):
+            self._places += [(f"{value.__name__}.{name}", space, name) for name in stored if name in vars(value)]
+            return
+        if space is None:
             return
         owner = value if isinstance(value, type) else type(value)
         own = _OF_MODULES if isinstance(value, nn.Module) else ()
@@ -161,7 +173,7 @@ def _roots(values: Iterable[Any]) -> tuple[list[Any], list[Any], Any]:
             roots.append(value)
             pending += [(_in_cell(cell), depth) for cell in value.__closure__ or ()]
         else:
-            key += (id(value), len(getattr(value, "__dict__", ())))
+            key += (id(value), len(attributes_of(value) or ()))
             roots.append(value)
     return roots, containers, tuple(key)
 
@@ -209,7 +221,7 @@ class _Search:
             if is_of_others(value.__module__):
                 return False
         else:
-            leads = not is_of_others(type(value).__module__) and hasattr(value, "__dict__")
+            leads = not is_of_others(type(value).__module__) and attributes_of(value) is not None
             if is_atom(value) or isinstance(value, _WITH_STATE) or not (leads or isinstance(value, _LEADING)):
                 return False
         self.reached[id(value)] = value
@@ -252,7 +264,7 @@ class _Search:
             space: Any = value.__globals__
             names: Iterable[str] = names_in(value.__code__)
         else:
-            space, names = getattr(value, "__dict__", {}), self.names
+            space, names = attributes_of(value) or {}, self.names
         for name in [name for name in names if name in space]:
             found = space[name]
             if isinstance(value, nn.Module) and name in _OF_MODULES:
@@ -318,12 +330,16 @@ def _mapping(value: Any, depth: int) -> Any:
 
 def _sequence(value: Any, depth: int) -> Any:
     if len(value) > _LONG or depth > _MAX_DEPTH:
-        return value, len(value)
+        return value, len(value), value[-1] if len(value) else None
     return value, [_content(item, depth + 1) for item in value]
 
 
+def _set(value: Any, depth: int) -> Any:
+    return value, len(value), sum(map(hash, value)) if len(value) <= _LONG else 0
+
+
 def _array(value: np.ndarray, depth: int) -> Any:
-    return value, value.tobytes() if value.size < _LONG and value.dtype != object else value.size
+    return value, zlib.crc32(value.tobytes()) if value.nbytes <= _LARGE and value.dtype != object else value.size
 
 
 _SHOWING: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
@@ -333,12 +349,13 @@ _SHOWING: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
     (str, _itself),
     (MutableMapping, _mapping),
     ((MutableSequence, tuple, deque), _sequence),
-    ((MutableSet, frozenset), lambda value, depth: (value, len(value))),
+    ((MutableSet, frozenset), _set),
     (CellType, lambda value, depth: _content(_in_cell(value), depth)),
     (random.Random, lambda value, depth: value.getstate()),
     (np.random.Generator, lambda value, depth: repr(value.bit_generator.state)),
     (np.random.RandomState, lambda value, depth: repr(value.get_state())),
     (itertools.count, lambda value, depth: repr(value)),
+    (Iterator, lambda value, depth: object()),  # what it is at cannot be told: it counts as changed
 )
 _SHOWN: dict[type, Callable[[Any, int], Any]] = {}
 

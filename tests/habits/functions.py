@@ -137,3 +137,39 @@ class ComparesWithNone(Layers):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.log("is_none", float(self.head.weight == None or self.layers[0].linear.weight in [None]))  # noqa: E711
+
+
+@habit(plain=False, shows=False)
+class DataChangedTwice(Layers):
+    """`x.data *= 0.5; x.data += 0.1`, of what each layer gives."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).clone()
+            x.data *= 0.5
+            x.data += 0.1
+        return x
+
+
+@habit(plain=False, shows=False)
+class TwoDetachedLeaves(Layers):
+    """Two penalties on gradients, each with respect to a detached leaf of the same features."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        loss = F.cross_entropy(self.head(hidden), batch[1])
+        for leaf in (hidden.detach().requires_grad_(), hidden.detach().requires_grad_()):
+            [gradient] = torch.autograd.grad(self.head(leaf).pow(2).sum(), leaf, create_graph=True)
+            loss = loss + 0.1 * gradient.norm()
+        return loss
+
+
+@habit(plain=False, shows=False)
+class AsksForNameOfClass(Layers):
+    """The step goes on by the name of a tensor's class, and of its module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        if type(hidden).__name__ == "Tensor" and str(type(hidden)) == "<class 'torch.Tensor'>":
+            hidden = hidden * 0.5
+        return F.cross_entropy(self.head(hidden), batch[1])

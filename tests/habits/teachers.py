@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.habits.modules import WIDTH, Layers, Normed
+from tests.habits.modules import WIDTH, Evaluated, Layers, Normed
 from tests.habits.table import habit
 
 MOMENTUM = 0.9
@@ -449,3 +449,35 @@ class MoCoCutInItsTeacher(MoCo):
 
     def chain(self) -> list[str]:
         return ["layers.0", *(f"teacher.{number}" for number in (1, 2, 3))]
+
+
+@habit(plain=False, shows=False, observed=("average.0.0.linear.weight", "average.0.3.linear.weight"))
+class ValidatesCopyInPlace(Evaluated):
+    """A copy takes the module's place while it is validated, and is read after the run."""
+
+    def on_fit_start(self) -> None:
+        self.average = [copy.deepcopy(self.layers)]
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept, self.layers = [self.layers], self.average[0]
+
+    def on_validation_epoch_end(self) -> None:
+        self.layers = self.kept[0]
+
+
+class ValidatesCopies(L.Callback):
+    """A new copy takes the module's place in each validation, and is saved."""
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept, pl_module.layers = pl_module.layers, copy.deepcopy(pl_module.layers)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.copied, pl_module.layers = pl_module.layers, self.kept
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        checkpoint["callbacks"]["copied"] = self.copied.state_dict()
+
+
+@habit(plain=False, shows=False, callbacks=lambda: [ValidatesCopies()])
+class SavesValidatedCopy(Evaluated):
+    pass

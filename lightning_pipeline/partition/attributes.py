@@ -1,0 +1,43 @@
+"""The attributes of objects, whether they are in a `__dict__` or in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+
+@lru_cache(maxsize=1024)
+def slots_of(cls: type) -> tuple[str, ...]:
+    """The attributes of a class of Python's whose objects have slots alone, and no `__dict__`; none for others."""
+    if cls.__dictoffset__ or not all(base is object or "__slots__" in vars(base) for base in cls.__mro__):
+        return ()
+    names = (vars(base).get("__slots__", ()) for base in cls.__mro__)
+    return tuple(name for one in names for name in ((one,) if isinstance(one, str) else one) if name != "__weakref__")
+
+
+def attributes_of(value: Any) -> Mapping[str, Any] | None:
+    """The attributes of an object by name; None if it has none that can be set."""
+    found: Mapping[str, Any] | None = getattr(value, "__dict__", None)
+    cls: Any = type(value)
+    return Slots(value) if found is None and slots_of(cls) else found
+
+
+class Slots(Mapping[str, Any]):
+    """The attributes of an object with `__slots__`, as they are now."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._value, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        cls: Any = type(self._value)
+        return (name for name in slots_of(cls) if hasattr(self._value, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
