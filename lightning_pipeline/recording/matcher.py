@@ -16,13 +16,16 @@ is value 17, the weight the module's tensor 5, and the result value 18::
         p0.value = 18; p0.recording = recording
         return p0
 
-A placeholder that nobody refers to any more is used again.
+A placeholder that nobody refers to any more is used again. What differs between similar calls has names in the source,
+numbers too, so that it is compiled once for all of them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -107,8 +110,14 @@ class Source:
         self.lines.append(f"    if {condition}: return UNLIKE")
 
     def function(self, name: str) -> Callable[..., Any]:
-        exec("\n".join(self.lines), self.names)
+        exec(_compiled("\n".join(self.lines)), self.names)
         return self.names[name]
+
+
+@lru_cache(maxsize=4096)
+def _compiled(source: str) -> CodeType:
+    """Matchers of similar calls differ in the constants that they name, and are compiled once."""
+    return compile(source, "<a matcher>", "exec")
 
 
 def make_matcher(
@@ -195,12 +204,13 @@ def make_matcher(
             captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.captured.append(({name}.recording, {name}.value))")
         elif value < 0:
-            source.unless(f"{name} is not {source.constant(module_tensors)}[{-1 - value}]")
+            source.unless(f"{name} is not {source.constant(module_tensors)}[{source.constant(-1 - value)}]")
             if specs[slot].is_parameter:
                 source.unless(f"{name}.requires_grad is not {specs[slot].requires_grad}")
         else:
             source.unless(
-                f"type({name}) is not Placeholder or {name}.value != {value} or {name}.recording is not recording or "
+                f"type({name}) is not Placeholder or {name}.value != {source.constant(value)} or "
+                f"{name}.recording is not recording or "
                 f"{name}.spec is not {spec}"
             )
 
@@ -254,15 +264,16 @@ def make_matcher(
             f"    {name} = pool[{place}]",
             f"    if refs({name}) != 3 or {name}.spec is not {own}:",
             f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
-            f"    {name}.value = {value}; {name}.recording = recording",
+            f"    {name}.value = {source.constant(value)}; {name}.recording = recording",
         ]
     for slot, spec, value in writes:
+        number = source.constant(value)
         if type(inputs[slot]) is EarlierValue:
-            source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(spec)}, {value})")
+            source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(spec)}, {number})")
         elif inputs[slot] is CAPTURED:
-            source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(spec)}, {value}, {shown})")
+            source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(spec)}, {number}, {shown})")
         elif inputs[slot] >= 0:
-            source.lines.append(f"    {names[slot]}.value = {value}")
+            source.lines.append(f"    {names[slot]}.value = {number}")
             if spec is not specs[slot]:
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(spec)})")
     source.lines.append(f"    return {_result(source, layout, found)}")
