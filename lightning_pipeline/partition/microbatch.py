@@ -38,7 +38,11 @@ def num_rows(tensors: list[Tensor]) -> int | None:
 def num_samples(microbatch: Any, tensors: list[Tensor]) -> int | None:
     """The number of samples of a micro-batch with these tensors; None if it is unknown."""
     graphs = getattr(microbatch, "num_graphs", None)  # of PyTorch Geometric, whose tensors have rows for nodes
-    return graphs if isinstance(graphs, int) else num_rows(tensors) or batch_size(microbatch)
+    if isinstance(graphs, int):
+        return graphs
+    is_of_lists = type(microbatch) in (list, tuple) and all(type(field) in (list, tuple) for field in microbatch)
+    listed = _listed_samples(tree.flatten(microbatch)[1]) if is_of_lists else None
+    return listed or num_rows(tensors) or batch_size(microbatch)
 
 
 class ListsOfSamples(list[Any]):
@@ -49,8 +53,10 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` along its first dimension into micro-batches of almost equal size, the larger ones first.
 
     All of its tensors, arrays and lists of plain values must have the same length: nothing in a batch tells samples
-    from time steps, nodes or classes. Tensors without dimensions and plain values go into every micro-batch. A batch of
-    fewer samples than `num_microbatches` makes one micro-batch of each sample. Tensors of micro-batches are views.
+    from time steps, nodes or classes. Or all of its fields are lists with an item for each sample, one of them of
+    dictionaries, as for the detection of objects. Tensors without dimensions and plain values go into every
+    micro-batch. A batch of fewer samples than `num_microbatches` makes one micro-batch of each sample. Tensors of
+    micro-batches are views.
 
     Raises:
         ValueError: lengths differ or there are none, or the batch holds a sparse tensor or an object of a class that
@@ -66,6 +72,16 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     first: dict[int, str] = {}  # part of each length
     for what, length in _lengths(tensors, layout):
         first.setdefault(length, what)
+    if (listed := _listed_samples(layout)) is not None and set(first) != {listed}:
+        if len(first) == 1:
+            raise ValueError(
+                f"cannot split the batch into {num_microbatches} micro-batches: its lists have {listed} items, and "
+                f"their tensors {first.popitem()[0]} rows each, so either could be samples; {_WAY_OUT}"
+            )
+        return [
+            tree.rebuild(_cut_lists(layout, start, stop), tensors)
+            for start, stop in itertools.pairwise(_bounds(listed, num_microbatches))
+        ]
     if len(first) > 1:
         shown = ", ".join([*itertools.islice(first.values(), _SHOWN), *["..."] * (len(first) > _SHOWN)])
         raise ValueError(
@@ -78,18 +94,41 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
             f"list in it says how many samples it has; {_WAY_OUT}"
         )
     [size] = first
-    parts = min(num_microbatches, size)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + size // parts + (part < size % parts))
     points = _points(tensors)
     holds_lists = _cut(layout, points, 0, 1) is not layout
     microbatches = []
-    for start, stop in itertools.pairwise(bounds):
+    for start, stop in itertools.pairwise(_bounds(size, num_microbatches)):
         rows = [tensor[start:stop] if tensor.ndim else tensor for tensor in tensors]
         own = _cut(layout, points, start, stop) if holds_lists else layout
         microbatches.append(tree.rebuild(own, rows))
     return microbatches
+
+
+def _bounds(size: int, num_microbatches: int) -> list[int]:
+    """Where micro-batches begin and the last one ends."""
+    parts = min(num_microbatches, size)
+    return [0, *itertools.accumulate(size // parts + (part < size % parts) for part in range(parts))]
+
+
+def _listed_samples(layout: Layout) -> int | None:
+    """The number of samples of a batch whose fields all are lists of samples, as where images differ in size and each
+    has a dictionary of boxes; None for other batches.
+    """
+    if not isinstance(layout, Sequence) or layout.type not in (list, tuple) or len(layout.items) < 2:
+        return None
+    fields = [item for item in layout.items if isinstance(item, Sequence) and item.type in (list, tuple)]
+    sizes = {len(field.items) for field in fields}
+    if len(fields) < len(layout.items) or len(sizes) > 1 or sizes == {0}:
+        return None
+    has_dictionaries = any(all(isinstance(item, Dictionary) for item in field.items) for field in fields)
+    return sizes.pop() if has_dictionaries else None
+
+
+def _cut_lists(layout: Layout, start: int, stop: int) -> Layout:
+    """A part of the samples of a batch of lists."""
+    assert isinstance(layout, Sequence)
+    fields = [item for item in layout.items if isinstance(item, Sequence)]
+    return layout._replace(items=tuple(field._replace(items=field.items[start:stop]) for field in fields))
 
 
 def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Evaluated, Layers
 from tests.habits.table import error, habit
@@ -205,3 +206,54 @@ class FirstColumnsOfLargeTokens(Layers):
         tokens, first = batch
         first[:, 3] = 0
         return F.cross_entropy(self(first.float()), tokens[:, 3])
+
+
+class Boxes(Dataset[Any]):
+    """Images of different heights, each with boxes and their classes."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        number = 1 + index % 3
+        target = {
+            "boxes": torch.rand(number, 4, generator=generator),
+            "labels": torch.randint(0, CLASSES, (number,), generator=generator),
+        }
+        return torch.randn(3 + index % 4, WIDTH, generator=generator), target
+
+
+@habit(plain=False, shows=False)
+class DetectsObjects(Layers):
+    """Batches are lists of images and of dictionaries, which cannot be stacked; the last one is smaller."""
+
+    @staticmethod
+    def collate(samples: Any) -> Any:
+        return tuple(zip(*samples, strict=True))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Boxes(), batch_size=7, collate_fn=self.collate)
+
+    val_dataloader = train_dataloader
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = []
+        for image, target in zip(*batch, strict=True):
+            hidden = self.features(image).mean(0)
+            logits = self.head(hidden).expand(len(target["labels"]), -1)
+            losses.append(F.cross_entropy(logits, target["labels"]) + target["boxes"].mean() * hidden.mean())
+        return torch.stack(losses).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx), batch_size=len(batch[0]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("boxes", float(sum(len(target["boxes"]) for target in batch[1])), batch_size=len(batch[0]))
+
+
+@habit(plain=False, shows=False)
+class DetectsObjectsInLists(DetectsObjects):
+    @staticmethod
+    def collate(samples: Any) -> Any:
+        return [list(field) for field in zip(*samples, strict=True)]

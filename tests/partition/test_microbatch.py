@@ -20,6 +20,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import (
     batch_size,
     microbatches_of,
+    num_samples,
     refuse_list_of_samples,
     signature,
     split_batch,
@@ -208,3 +209,23 @@ def test_what_a_module_makes_of_a_batch_has_to_be_a_list(returned: Any, what: st
 def test_a_list_of_samples_is_refused(batch: Any, size: int | None, is_refused: bool) -> None:
     with pytest.raises(ValueError, match="collate_fn") if is_refused else nullcontext():
         refuse_list_of_samples(batch, size)
+
+
+def of_objects(*sizes: int) -> Any:
+    """Images of these sizes, each with as many boxes."""
+    return tuple(torch.zeros(size, 4) for size in sizes), tuple({"boxes": torch.zeros(size, 4)} for size in sizes)
+
+
+def test_lists_of_samples_are_split_by_their_items() -> None:
+    batch = of_objects(5, 6, 7)
+    first, second = split_batch(batch, 2)
+    assert [len(image) for image in first[0]] == [5, 6] and [len(image) for image in second[0]] == [7]
+    assert second[1][0]["boxes"] is batch[1][2]["boxes"]
+    assert num_samples(first, tree.flatten(first)[0]) == 2
+    assert num_samples(second, tree.flatten(second)[0]) == 1  # of seven rows
+
+
+def test_lists_whose_tensors_have_as_many_rows_each_are_ambiguous() -> None:
+    with pytest.raises(ValueError, match=r"lists have 3 items, and their tensors 5 rows each.*define split_batch"):
+        split_batch(of_objects(5, 5, 5), 2)
+    assert len(split_batch(of_objects(3, 3, 3), 3)) == 3
