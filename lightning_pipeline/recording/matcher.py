@@ -35,6 +35,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
+from lightning_pipeline.recording.absorbed import absorb
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot
 
 UNLIKE = object()
@@ -92,6 +93,7 @@ class Source:
             "UNLIKE": UNLIKE,
             "Placeholder": Placeholder,
             "Tensor": Tensor,
+            "absorb": absorb,
             "renewed": renewed,
             "refs": sys.getrefcount,
             "grad": torch.is_grad_enabled,
@@ -271,7 +273,8 @@ def make_matcher(
         if type(inputs[slot]) is EarlierValue:
             source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(spec)}, {number})")
         elif inputs[slot] is CAPTURED:
-            source.lines.append(f"    recording.absorb({names[slot]}, {source.constant(spec)}, {number}, {shown})")
+            spec_after = source.constant(spec)
+            source.lines.append(f"    absorb(recording, {names[slot]}, {spec_after}, {number}, {shown})")
         elif inputs[slot] >= 0:
             source.lines.append(f"    {names[slot]}.value = {number}")
             if spec is not specs[slot]:

@@ -314,57 +314,6 @@ class Recording(TorchFunctionMode):
         place.value, place.recording = value, self
         self.kept.append(place)
 
-    def absorb(self, tensor: Tensor, spec: TensorSpec, value: int, what: str) -> None:
-        """Make a tensor that every rank had, and a stage has written into, a value of that stage."""
-        self._take_along_views(tensor)
-        if self.memory.is_shared(tensor):
-            raise NotImplementedError(
-                f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
-                f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
-                f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
-            )
-        for earlier in self.recorder.recordings:
-            if earlier is not self:  # its stages have yet to use the data as it is now
-                earlier.leave_data_of(tensor, copy=True)
-        self.leave_data_of(tensor)
-        become(tensor, placeholder(spec, what))
-        tensor.value, tensor.recording = value, self  # type: ignore[attr-defined]
-        self.kept.append(tensor)  # type: ignore[arg-type]
-
-    def leave_data_of(self, tensor: Tensor, *, copy: bool = False) -> None:
-        """Give stages the data of a captured tensor in an object of its own, as the tensor becomes a placeholder."""
-        places = [index for index, captured in enumerate(self.captured) if captured is tensor]
-        if not places:
-            return
-        with _torch.DisableTorchFunction():
-            before = tensor.detach().clone() if copy else tensor.detach()
-            if tensor.requires_grad and tensor.is_leaf:
-                before.requires_grad_()
-                self.moved_leaves.append((before, tensor, tensor.grad))
-        if not copy:
-            self.overwritten.add(id(before))
-        for index in places:
-            self.captured[index] = before
-
-    def stand_for(self, tensor: Tensor, made: Placeholder) -> None:
-        """Make a tensor that every rank had stand for a value of a stage."""
-        for one in self.recorder.recordings:
-            one.leave_data_of(tensor, copy=one is not self)
-        become(tensor, placeholder(made.spec, made.what))
-        tensor.value, tensor.recording = made.value, self  # type: ignore[attr-defined]
-        self.kept.append(tensor)  # type: ignore[arg-type]
-
-    def _take_along_views(self, tensor: Tensor) -> None:
-        """Before a stage writes into a tensor: let go of views that calls were given, and perhaps nobody else has."""
-        memory = memory_of(tensor)
-        with _torch.DisableTorchFunction():
-            for place in self.memory.places_of(memory, self.captured):
-                if self.captured[place] is not tensor:
-                    self.captured[place] = self.captured[place].clone()
-            for place, view in self.copied_from.items():
-                if memory_of(view) == memory:
-                    self.copied_from[place] = view.detach()
-
     def register(
         self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
     ) -> Handle:

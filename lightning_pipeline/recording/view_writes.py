@@ -28,6 +28,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
 from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.recording.absorbed import stand_for
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.kept_views import arguments_again
@@ -161,7 +162,7 @@ def bring_base(
         known.coming = None
         for one, *place in specs:
             made = recording.__torch_function__(torch.as_strided, (), (base, *place))
-            recording.stand_for(one, made)
+            stand_for(recording, one, made)
         return True
     return False
 
