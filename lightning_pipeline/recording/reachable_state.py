@@ -20,7 +20,16 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -42,7 +51,13 @@ _MAX_DEPTH = 3
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CONTAINERS = (MutableSequence, MutableMapping, MutableSet, deque, np.ndarray)
-_WITH_STATE = (random.Random, np.random.Generator, np.random.RandomState, itertools.count, Iterator)
+_ITERABLES: tuple[Iterable[Any], ...] = ([], (), {}, {}.values(), {}.items(), set(), "", b"", range(1))
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter(one)) for one in _ITERABLES),
+    *(GeneratorType, zip, map, filter, enumerate, reversed),
+    *(one for one in vars(itertools).values() if isinstance(one, type) and one is not itertools.count),
+)
+_WITH_STATE = (random.Random, np.random.Generator, np.random.RandomState, itertools.count, *_ITERATORS)
 _LEADING = (nn.Module, MethodType, partial, list, tuple, dict, set, deque, SimpleNamespace, argparse.Namespace)
 """What leads on, whoever has made it."""
 _NOTHING = object()
@@ -355,7 +370,7 @@ _SHOWING: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
     (np.random.Generator, lambda value, depth: repr(value.bit_generator.state)),
     (np.random.RandomState, lambda value, depth: repr(value.get_state())),
     (itertools.count, lambda value, depth: repr(value)),
-    (Iterator, lambda value, depth: object()),  # what it is at cannot be told: it counts as changed
+    (_ITERATORS, lambda value, depth: object()),  # what it is at cannot be told: it counts as changed
 )
 _SHOWN: dict[type, Callable[[Any, int], Any]] = {}
 

@@ -5,6 +5,7 @@ Lightning asks for it after set-up, when no rank holds the whole module any more
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -22,20 +23,29 @@ from .lightning_private import Override
 def log_graphs(module: LightningModule, broadcast: Callable[[Any], Any]) -> bool:
     """Have loggers log the graph of a module that the first rank still holds as a whole. Returns whether they could.
 
-    All ranks must call it. What the forward draws of random numbers, it draws on all ranks, as in one process.
+    All ranks must call it. What the forward draws of random numbers there, all ranks draw, as in one process.
     """
-    if module.example_input_array is None or any(parameter.is_meta for parameter in module.parameters()):
+    loggers = module.trainer.loggers
+    if not loggers or module.example_input_array is None or any(one.is_meta for one in module.parameters()):
         return False
-    for logger in module.trainer.loggers:
+    before = _generators()
+    for logger in loggers:
         logger.log_graph(module)  # on the first rank; the others' loggers do nothing
-    numpy = sys.modules.get("numpy")
-    own = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    state, python_state, numpy_state = broadcast(own)
-    torch.set_rng_state(state)
-    random.setstate(python_state)
-    if numpy is not None and numpy_state is not None:
-        numpy.random.set_state(numpy_state)
+    after = _generators()
+    drawn = broadcast(None if after == before else after)
+    if drawn is not None:
+        torch_state, python_state, numpy_state = pickle.loads(drawn)
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
     return True
+
+
+def _generators() -> bytes:
+    """The states of the generators of torch, Python and NumPy."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()))
 
 
 def skip_graphs(module: LightningModule, override: Override, *, are_logged: bool) -> None:
