@@ -225,12 +225,17 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
 
 def read_gradient(recording: Recording, tensor: Tensor) -> None:
     """Answer ``tensor.grad``: before its backward a value has none."""
-    if recording.recorder.tensors.number_of(tensor) is not None or recording.has_run_backward:
+    is_of_module = recording.recorder.tensors.number_of(tensor) is not None
+    if is_of_module or recording.has_run_backward:
         what = getattr(tensor, "what", "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor")
         raise NotImplementedError(
-            f"the gradient of {what} is read within a step: it is on one stage, "
-            f"and other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad "
-            f"({users_line()})"
+            f"the gradient of {what} is read within a step, and is on one stage ({users_line()}): "
+            + (
+                "other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad"
+                if is_of_module
+                else "take torch.autograd.grad, and where an optimizer of the step's own reads it, update by hand, as "
+                "in `p -= rate * gradient` under torch.no_grad()"
+            )
         )
 
 

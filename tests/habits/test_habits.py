@@ -32,6 +32,7 @@ BY_DEFAULT = {
         ModuleHookInAJacobian GoesOnWithWhatAHookFound HookOfAModuleThatIsGivenTheBatch LargestOfAllWeights
         PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients ShiftFrozenForOneTerm ReadsInInferenceMode
         BatchPlusLateValue LongBatchPlusLateValue ClosureNormsGradients WeightsMergedForEvaluation TestsBestAverage
+        RowsAddedTo LeafWrittenAfterUse ExampleInput CountedByLoader DetectsObjects ValidatesCopyInPlace
         ColumnsFilledLayerByLayer WrittenThroughViewsAroundReads KeptViewsWrittenInHook BufferWrittenThroughViews
     """,
     "2-zero_bubble": """

@@ -225,3 +225,17 @@ class LocalHeadFitted(Evaluated):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_probe", self.fitted(self.features(batch[0]), batch[1]))
+
+
+@habit(plain=False, shows=False, expect=error(r"gradient of a parameter is read within a step.*\.py:\d+.*p -= rate"))
+class LocalOptimizer(Layers):
+    """Each step trains a classifier of its own with an optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        head = nn.Linear(WIDTH, CLASSES)
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        loss = F.cross_entropy(head(hidden.detach()), batch[1])
+        loss.backward()
+        optimizer.step()
+        return F.cross_entropy(self.head(hidden), batch[1])
