@@ -135,15 +135,9 @@ def of_set(holder: set[Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "all", None, holder.copy()
 
 
-def of_class(holder: type, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def of_attributes(holder: Any, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name, value in content.items():
-        if (now := vars(holder).get(name)) is not value:
-            yield "attribute", name, now
-
-
-def of_slots(holder: Any, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name, value in content.items():
-        if (now := getattr(holder, name, value)) is not value:
+        if (now := getattr(holder, name, None)) is not value:
             yield "attribute", name, now
 
 

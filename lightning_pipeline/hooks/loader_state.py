@@ -9,7 +9,6 @@ bytes and what lies beyond `MOST` objects not at all.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import pickle
 import random
@@ -157,13 +156,13 @@ class LoaderState:
         for index, base in enumerate(cls.__mro__):
             if names := _data_of(base):
                 where, content = (*path, ("base", index)), {name: vars(base).get(name) for name in names}
-                self._note(loader_changes.of_class, where, base, content)
+                self._note(loader_changes.of_attributes, where, base, content)
                 self._go_on(content.items(), where, "get")
         self._look_at_globals(_globals_of_class(cls))
 
     def _look_at_slots(self, value: Any, path: Path) -> None:
         content = dict(Slots(value))
-        self._note(loader_changes.of_slots, path, value, content)
+        self._note(loader_changes.of_attributes, path, value, content)
         self._go_on(content.items(), path, "get")
 
     def _look_at_function(self, value: types.FunctionType, path: Path) -> None:
@@ -254,7 +253,7 @@ def _look_of(cls: Any) -> Callable[[LoaderState, Any, Path], None] | None:
     for kinds, look in looks:
         if issubclass(cls, kinds):
             return look
-    if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
+    if issubclass(cls, types.SimpleNamespace):
         return LoaderState._look_at_object
     if slots_of(cls) and not _is_foreign(cls):
         return LoaderState._look_at_slots
@@ -300,7 +299,8 @@ def _globals_of_class(cls: type) -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def _globals_of(code: types.CodeType, module: str) -> dict[str, tuple[str, ...]]:
-    """The names in a function's module that its code uses as data, or as functions of the same module."""
+    """The names in a function's module that its code uses as data, or as functions of the same module, and those of
+    data in other modules that it names."""
     scope = vars(sys.modules[module]) if module in sys.modules else {}
     todo, named, names = [code], dict[str, None](), dict[str, Any]()
     while todo:

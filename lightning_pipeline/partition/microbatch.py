@@ -35,14 +35,12 @@ def num_rows(tensors: list[Tensor]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def num_samples(microbatch: Any, tensors: list[Tensor]) -> int | None:
+def num_samples(microbatch: Any, tensors: list[Tensor], layout: Layout) -> int | None:
     """The number of samples of a micro-batch with these tensors; None if it is unknown."""
     graphs = getattr(microbatch, "num_graphs", None)  # of PyTorch Geometric, whose tensors have rows for nodes
     if isinstance(graphs, int):
         return graphs
-    is_of_lists = type(microbatch) in (list, tuple) and all(type(field) in (list, tuple) for field in microbatch)
-    listed = _listed_samples(tree.flatten(microbatch)[1]) if is_of_lists else None
-    return listed or num_rows(tensors) or batch_size(microbatch)
+    return _listed_samples(layout) or num_rows(tensors) or batch_size(microbatch)
 
 
 class ListsOfSamples(list[Any]):

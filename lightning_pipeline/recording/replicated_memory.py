@@ -24,14 +24,14 @@ class ReplicatedMemory:
     Attributes:
         batch: memory of the batch's tensors, which are parts of larger ones that no step sees.
         exposed: memory that numpy, or C code, shares.
-        coming: memory that becomes a stage's with all its views.
+        coming: views that become a stage's together with the tensor that is written into.
     """
 
     def __init__(self, copied: frozenset[int]) -> None:
         self.batch: set[int] = set()
         self.exposed: set[int] = set()
         self.copied = copied
-        self.coming: int | None = None
+        self.coming: Sequence[Tensor] = ()
         self._views: dict[int, list[weakref.ref[Tensor]]] = {}
         self._places: dict[int, list[int]] = {}  # of captured tensors, as far as they have been looked at
         self._num_looked_at = 0
@@ -53,10 +53,9 @@ class ReplicatedMemory:
     def is_shared(self, tensor: Tensor) -> bool:
         """Whether a view or an array shares a tensor's memory and would miss what a stage writes into it."""
         memory = memory_of(tensor)
-        if memory == self.coming:
-            return False
+        known = {id(tensor), *map(id, self.coming)}
         others = [reference() for reference in self._views.get(memory, ())]
-        has_view = any(other is not None and other is not tensor for other in others)
+        has_view = any(other is not None and id(other) not in known for other in others)
         return memory in self.exposed or has_view or (memory not in self.batch and is_view_of_kept(tensor))
 
     def places_of(self, memory: int, captured: Sequence[Any]) -> list[int]:

@@ -45,6 +45,11 @@ def seen_through(tensor: Tensor, written: Tensor | None = None) -> Tensor:
     return tensor
 
 
+def part_of(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A view of a tensor that begins `offset` elements after it, wherever that is in its memory."""
+    return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+
 class Sharer(NamedTuple):
     """A tensor that shares the memory of some that an event writes into.
 
@@ -151,18 +156,17 @@ def bring_base(
         with _torch.DisableTorchFunction():
             whole = operands[slot]._base
         base = operands[slot] if whole is None else whole
-        memory = memory_of(base)
-        if memory in known.exposed | known.batch or recording.tensors.number_of(base) is not None:
+        if memory_of(base) in known.batch or recording.tensors.number_of(base) is not None:
             continue
-        specs = [(one, one.shape, one.stride(), one.storage_offset()) for one in views_of(base)]
-        if not specs:
+        known.coming = views_of(base)
+        if not known.coming:
             continue
-        known.coming = memory
-        _see(recording, base, None, TensorSpec.of(base), visit)
-        known.coming = None
-        for one, *place in specs:
-            made = recording.__torch_function__(torch.as_strided, (), (base, *place))
-            stand_for(recording, one, made)
+        offset = base.storage_offset()
+        places = [(one, one.shape, one.stride(), one.storage_offset() - offset) for one in known.coming]
+        _see(recording, base, None, TensorSpec.of(base), visit)  # refused if others share the memory
+        known.coming = ()
+        for one, *place in places:
+            stand_for(recording, one, recording.__torch_function__(part_of, (), (base, *place)))
         return True
     return False
 

@@ -239,3 +239,30 @@ class LocalOptimizer(Layers):
         loss.backward()
         optimizer.step()
         return F.cross_entropy(self.head(hidden), batch[1])
+
+
+@habit(plain=False, shows=False, expect=error(r"shares its memory with another one.*written_rows\.py:\d+.*clone"))
+class RowOfDataWritten(Layers):
+    """A row is written into through the `.data` of an attribute, which is used afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(3, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.features(batch[0])
+        self.table.data[1] += hidden.detach().mean(0)
+        return F.cross_entropy(self.head(hidden + self.table.sum(0)), batch[1])
+
+
+@habit(plain=False, shows=False)
+class PartWithinLargerMemory(Layers):
+    """What is written into begins within the memory that it lies in."""
+
+    def features(self, x: Tensor) -> Tensor:
+        row = torch.zeros(3, WIDTH)[1].detach()
+        part = row[2:]
+        for layer in self.layers:
+            x = layer(x)
+            part += x.detach().mean(0)[2:]
+        return x + row
