@@ -239,7 +239,7 @@ class Delivery:
                 if not _same(layout, known.layout):
                     announcement.layouts[index] = layout
             announcement.numbers.append(number)
-            sizes.append(num_samples(microbatch, tensors))
+            sizes.append(num_samples(microbatch, tensors, layout))
             all_tensors.append(tensors)
         if isinstance(microbatches, ListsOfSamples):
             sizes = list(map(len, microbatches))

@@ -50,17 +50,28 @@ def generators(device: torch.device) -> list[torch.Generator]:
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """On exit, put the generators of torch, Python and NumPy back to where they were."""
-    own = [(generator, generator.get_state()) for generator in generators(device)]
-    python_state, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    before = global_states(device)
     try:
         yield
     finally:
-        for generator, state in own:
-            generator.set_state(state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        set_global_states(device, before)
+
+
+def global_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the generators of torch, Python and NumPy; of the last one None if it is not imported."""
+    numpy = sys.modules.get("numpy")
+    of_torch = [generator.get_state() for generator in generators(device)]
+    return of_torch, random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_global_states(device: torch.device, states: tuple[Any, ...]) -> None:
+    """Put the generators to where `global_states` has found them, or those of another process."""
+    of_torch, of_python, of_numpy = states
+    for generator, state in zip(generators(device), of_torch, strict=True):
+        generator.set_state(state)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 KEY = "device_random_state"

@@ -6,8 +6,6 @@ Lightning asks for it after set-up, when no rank holds the whole module any more
 from __future__ import annotations
 
 import pickle
-import random
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,12 +13,13 @@ from typing import Any
 import torch
 
 from lightning_pipeline.partition.placeholder import AbsentDataError
+from lightning_pipeline.partition.rng import global_states, set_global_states
 
 from .._lightning import LightningModule, rank_zero_warn
 from .lightning_private import Override
 
 
-def log_graphs(module: LightningModule, broadcast: Callable[[Any], Any]) -> bool:
+def log_graphs(module: LightningModule, device: torch.device, broadcast: Callable[[Any], Any]) -> bool:
     """Have loggers log the graph of a module that the first rank still holds as a whole. Returns whether they could.
 
     All ranks must call it. What the forward draws of random numbers there, all ranks draw, as in one process.
@@ -28,24 +27,13 @@ def log_graphs(module: LightningModule, broadcast: Callable[[Any], Any]) -> bool
     loggers = module.trainer.loggers
     if not loggers or module.example_input_array is None or any(one.is_meta for one in module.parameters()):
         return False
-    before = _generators()
+    before = pickle.dumps(global_states(device))
     for logger in loggers:
         logger.log_graph(module)  # on the first rank; the others' loggers do nothing
-    after = _generators()
-    drawn = broadcast(None if after == before else after)
-    if drawn is not None:
-        torch_state, python_state, numpy_state = pickle.loads(drawn)
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        if numpy_state is not None:
-            sys.modules["numpy"].random.set_state(numpy_state)
+    after = pickle.dumps(global_states(device))
+    if (drawn := broadcast(None if after == before else after)) is not None:
+        set_global_states(device, pickle.loads(drawn))
     return True
-
-
-def _generators() -> bytes:
-    """The states of the generators of torch, Python and NumPy."""
-    numpy = sys.modules.get("numpy")
-    return pickle.dumps((torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()))
 
 
 def skip_graphs(module: LightningModule, override: Override, *, are_logged: bool) -> None:

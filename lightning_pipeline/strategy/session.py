@@ -115,7 +115,7 @@ class Session:
         self.partitioner: Partitioner = Partitioner(strategy, module, config, num_stages, replicas)
         cut = self.partitioner.at_start()
         is_fit = trainer.state.fn == TrainerFn.FITTING and not self.is_single_process
-        self.has_logged_graphs = is_fit and cut.is_final and log_graphs(module, strategy.broadcast)
+        self.has_logged_graphs = is_fit and cut.is_final and log_graphs(module, self.device, strategy.broadcast)
         self._seed = strategy.broadcast(torch.initial_seed())
         self._apply(cut)
         self.optimizers = StageOptimizers((), self.ownership, self.transport)

@@ -87,15 +87,17 @@ class CountingDataset(Dataset[Any]):
         return self.samples[index]
 
 
-@habit(plain=False, shows=False)
-class CountedByLoader(Layers):
-    """A dataset counts the samples that it gives, which a hook logs."""
-
+class WithCounter(Layers):
     counts: Any = Counts
 
     def __init__(self) -> None:
         super().__init__()
         self.counter = self.counts()
+
+
+@habit(plain=False, shows=False)
+class CountedByLoader(WithCounter):
+    """A dataset counts the samples that it gives, which a hook logs."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(CountingDataset(self.counter), batch_size=8)
@@ -120,14 +122,8 @@ class CountedByLoaderInOtherModule(CountedByLoader):
 
 
 @habit(plain=False, shows=False)
-class CountedInStep(Layers):
+class CountedInStep(WithCounter):
     """The step counts its calls, and computes with their number."""
-
-    counts: Any = Counts
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = self.counts()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (1 + 0.1 * self.counter.count())

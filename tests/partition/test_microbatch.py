@@ -221,8 +221,8 @@ def test_lists_of_samples_are_split_by_their_items() -> None:
     first, second = split_batch(batch, 2)
     assert [len(image) for image in first[0]] == [5, 6] and [len(image) for image in second[0]] == [7]
     assert second[1][0]["boxes"] is batch[1][2]["boxes"]
-    assert num_samples(first, tree.flatten(first)[0]) == 2
-    assert num_samples(second, tree.flatten(second)[0]) == 1  # of seven rows
+    assert num_samples(first, *tree.flatten(first)) == 2
+    assert num_samples(second, *tree.flatten(second)) == 1  # of seven rows
 
 
 def test_lists_whose_tensors_have_as_many_rows_each_are_ambiguous() -> None:
