@@ -121,8 +121,7 @@ class CountedByLoaderInOtherModule(CountedByLoader):
     counts = CountsInOtherModule
 
 
-@habit(plain=False, shows=False)
-class CountedInStep(WithCounter):
+class CountsInStep(WithCounter):
     """The step counts its calls, and computes with their number."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -130,12 +129,12 @@ class CountedInStep(WithCounter):
 
 
 @habit(plain=False, shows=False)
-class CountedInStepInFunction(CountedInStep):
+class CountedInStepInFunction(CountsInStep):
     counts = CountsInFunction
 
 
 @habit(plain=False, shows=False)
-class CountedInStepInOtherModule(CountedInStep):
+class CountedInStepInOtherModule(CountsInStep):
     counts = CountsInOtherModule
 
 
