@@ -21,11 +21,15 @@ _SHOWN = 6
 
 
 def batch_size(batch: Any) -> int | None:
-    """The number of samples: the length that all tensors, arrays and lists of plain values in the batch have.
+    """The number of samples: that of a batch's lists of samples, or else the length that all tensors, arrays and lists
+    of plain values in the batch have.
 
     None if they differ, or there are none.
     """
-    sizes = {size for _, size in _lengths(*tree.flatten(batch))}
+    tensors, layout = tree.flatten(batch)
+    if (listed := _listed_samples(tensors, layout)) is not None:
+        return listed
+    sizes = {size for _, size in _lengths(tensors, layout)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -40,7 +44,7 @@ def num_samples(microbatch: Any, tensors: list[Tensor], layout: Layout) -> int |
     graphs = getattr(microbatch, "num_graphs", None)  # of PyTorch Geometric, whose tensors have rows for nodes
     if isinstance(graphs, int):
         return graphs
-    return _listed_samples(layout) or num_rows(tensors) or batch_size(microbatch)
+    return _listed_samples(tensors, layout) or num_rows(tensors) or batch_size(microbatch)
 
 
 class ListsOfSamples(list[Any]):
@@ -51,7 +55,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` along its first dimension into micro-batches of almost equal size, the larger ones first.
 
     All of its tensors, arrays and lists of plain values must have the same length: nothing in a batch tells samples
-    from time steps, nodes or classes. Or all of its fields are lists with an item for each sample, one of them of
+    from time steps, nodes or classes. Or each field has an item or a row for each sample, and one of them is a list of
     dictionaries, as for the detection of objects. Tensors without dimensions and plain values go into every
     micro-batch. A batch of fewer samples than `num_microbatches` makes one micro-batch of each sample. Tensors of
     micro-batches are views.
@@ -70,16 +74,14 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     first: dict[int, str] = {}  # part of each length
     for what, length in _lengths(tensors, layout):
         first.setdefault(length, what)
-    if (listed := _listed_samples(layout)) is not None and set(first) != {listed}:
-        if len(first) == 1:
+    if (listed := _listed_samples(tensors, layout)) is not None:
+        if len(first) == 1 and listed > 1:
             raise ValueError(
-                f"cannot split the batch into {num_microbatches} micro-batches: its lists have {listed} items, and "
-                f"their tensors {first.popitem()[0]} rows each, so either could be samples; {_WAY_OUT}"
+                f"cannot split the batch into {num_microbatches} micro-batches: its lists have {listed} items, and all "
+                f"its tensors {first.popitem()[0]} rows, so either could be samples; {_WAY_OUT}"
             )
-        return [
-            tree.rebuild(_cut_lists(layout, start, stop), tensors)
-            for start, stop in itertools.pairwise(_bounds(listed, num_microbatches))
-        ]
+        pairs = itertools.pairwise(_bounds(listed, num_microbatches))
+        return [_items(tensors, layout, start, stop) for start, stop in pairs]
     if len(first) > 1:
         shown = ", ".join([*itertools.islice(first.values(), _SHOWN), *["..."] * (len(first) > _SHOWN)])
         raise ValueError(
@@ -108,25 +110,57 @@ def _bounds(size: int, num_microbatches: int) -> list[int]:
     return [0, *itertools.accumulate(size // parts + (part < size % parts) for part in range(parts))]
 
 
-def _listed_samples(layout: Layout) -> int | None:
-    """The number of samples of a batch whose fields all are lists of samples, as where images differ in size and each
-    has a dictionary of boxes; None for other batches.
+def _listed_samples(tensors: list[Tensor], layout: Layout) -> int | None:
+    """The number of samples of a batch with a list of dictionaries, one for each sample, as of the boxes in an image,
+    beside fields of as many rows or items, such as stacked images, or a list of those that differ in size; None for
+    other batches.
     """
-    if not isinstance(layout, Sequence) or layout.type not in (list, tuple) or len(layout.items) < 2:
+    if not (isinstance(layout, Dictionary) or _is_list(layout)):
         return None
-    fields = [item for item in layout.items if isinstance(item, Sequence) and item.type in (list, tuple)]
-    sizes = {len(field.items) for field in fields}
-    if len(fields) < len(layout.items) or len(sizes) > 1 or sizes == {0}:
+    fields: tuple[Layout, ...] = layout.items  # type: ignore[union-attr]
+    lists = [field for field in fields if isinstance(field, Sequence) and _is_list(field)]
+    sizes = {len(field.items) for field in lists if _has_dictionaries(field)}
+    if len(sizes) != 1 or sizes == {0}:
         return None
-    has_dictionaries = any(all(isinstance(item, Dictionary) for item in field.items) for field in fields)
-    return sizes.pop() if has_dictionaries else None
+    [size] = sizes
+    points = _points(tensors)
+    stacked = any(isinstance(field, Slot) and field.number not in points for field in fields)
+    if not stacked and len(lists) == 1:
+        return None
+    for field in fields:
+        if isinstance(field, Slot):
+            matches = tensors[field.number].shape[:1] in ((), (size,))
+        elif isinstance(field, Constant):
+            matches = getattr(field.value, "shape", ())[:1] in ((), (size,))
+        else:
+            matches = isinstance(field, Sequence) and _is_list(field) and len(field.items) == size
+            if isinstance(field, Sequence) and stacked and size > 1:
+                is_stacked = {length for _, length in _lengths(tensors, field)} == {size}
+                # a list of stacked tensors has an item for each field
+                matches &= _has_dictionaries(field) or _holds_samples(field, points) or not is_stacked
+        if not matches:
+            return None
+    return size
 
 
-def _cut_lists(layout: Layout, start: int, stop: int) -> Layout:
-    """A part of the samples of a batch of lists."""
-    assert isinstance(layout, Sequence)
-    fields = [item for item in layout.items if isinstance(item, Sequence)]
-    return layout._replace(items=tuple(field._replace(items=field.items[start:stop]) for field in fields))
+def _is_list(layout: Layout) -> bool:
+    return isinstance(layout, Sequence) and layout.type in (list, tuple)
+
+
+def _has_dictionaries(layout: Sequence) -> bool:
+    return all(isinstance(item, Dictionary) for item in layout.items)
+
+
+def _items(tensors: list[Tensor], layout: Layout, start: int, stop: int) -> Any:
+    """A part of the samples of a batch with lists of them."""
+    assert isinstance(layout, (Dictionary, Sequence))
+    rows, items = list(tensors), []
+    for field in layout.items:
+        if isinstance(field, Slot) and tensors[field.number].ndim:
+            rows[field.number] = tensors[field.number][start:stop]
+        is_cut = isinstance(field, Sequence)
+        items.append(field._replace(items=field.items[start:stop]) if is_cut else _cut(field, frozenset(), start, stop))
+    return tree.rebuild(layout._replace(items=tuple(items)), rows)
 
 
 def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:

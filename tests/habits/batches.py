@@ -257,3 +257,22 @@ class DetectsObjectsInLists(DetectsObjects):
     @staticmethod
     def collate(samples: Any) -> Any:
         return [list(field) for field in zip(*samples, strict=True)]
+
+
+@habit(plain=False, shows=False)
+class DetectsObjectsInStackedImages(DetectsObjects):
+    """As DETR's batches: images of one size are stacked, and their boxes are a list of dictionaries."""
+
+    @staticmethod
+    def collate(samples: Any) -> Any:
+        images, targets = zip(*samples, strict=True)
+        return {"pixel_values": torch.stack([image[:3] for image in images]), "labels": list(targets)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch["pixel_values"], batch["labels"]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("boxes", float(sum(len(target["boxes"]) for target in batch["labels"])))

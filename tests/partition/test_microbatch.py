@@ -225,7 +225,45 @@ def test_lists_of_samples_are_split_by_their_items() -> None:
     assert num_samples(second, *tree.flatten(second)) == 1  # of seven rows
 
 
-def test_lists_whose_tensors_have_as_many_rows_each_are_ambiguous() -> None:
-    with pytest.raises(ValueError, match=r"lists have 3 items, and their tensors 5 rows each.*define split_batch"):
-        split_batch(of_objects(5, 5, 5), 2)
-    assert len(split_batch(of_objects(3, 3, 3), 3)) == 3
+@pytest.mark.parametrize("size", [3, 5])
+def test_lists_whose_tensors_have_as_many_rows_each_are_ambiguous(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"lists have 3 items, and all its tensors {size} rows.*define split_batch"):
+        split_batch(of_objects(size, size, size), 2)
+    if size == 3:
+        with pytest.raises(ValueError, match="either could be samples"):
+            split_batch((torch.zeros(size, 4), of_objects(size, size, size)[1]), 2)
+
+
+def targets(*sizes: int) -> list[dict[str, Any]]:
+    return [{"boxes": torch.zeros(size, 4), "file": f"{size}.png"} for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("batch", "other"),
+    [
+        ((torch.arange(3), targets(5, 6, 7)), 0),
+        ({"pixel_values": torch.arange(3), "labels": targets(5, 6, 7), "scale": torch.tensor(2.0)}, "pixel_values"),
+        ([numpy.arange(3), tuple(targets(5, 6, 7)), ["a", "b", "c"], "train"], 0),
+        ((torch.arange(3), targets(3, 3, 7), [torch.zeros(2), torch.zeros(3), torch.zeros(4)]), 0),
+    ],
+)
+def test_a_list_of_dictionaries_beside_stacked_tensors_is_of_samples(batch: Any, other: Any) -> None:
+    first, second = split_batch(batch, 2)
+    assert type(first) is type(batch) and batch_size(batch) == 3
+    assert [part[other].tolist() for part in (first, second)] == [[0, 1], [2]]
+    key = "labels" if isinstance(batch, dict) else 1
+    assert first[key] == batch[key][:2] and second[key] == batch[key][2:]
+    assert num_samples(second, *tree.flatten(second)) == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.zeros(2, 3), targets(5, 6), [torch.zeros(2), torch.zeros(2)]),  # of samples, or of fields
+        (torch.zeros(4, 3), targets(5, 6, 7)),
+        [targets(5, 6, 7)],
+    ],
+)
+def test_a_list_of_dictionaries_may_be_of_something_else(batch: Any) -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        split_batch(batch, 2)
