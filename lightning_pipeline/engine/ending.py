@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.kept_views import share_memory_again
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.direct import DirectTransport

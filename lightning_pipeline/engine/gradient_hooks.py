@@ -16,7 +16,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec, is_absent
 from lightning_pipeline.partition.rng import generators
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.recording.recording import Recording

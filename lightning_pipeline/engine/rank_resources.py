@@ -17,7 +17,7 @@ from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor

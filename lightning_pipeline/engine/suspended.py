@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.draws import set_aside
 from lightning_pipeline.engine.microbatch import Microbatch
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.execution import autocast_as
 from lightning_pipeline.recording.matcher import autocast_state
 

@@ -25,7 +25,7 @@ from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes

@@ -19,11 +19,22 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, as_bytes, conform
 from lightning_pipeline.runtime.transport import ExchangeRequest, ExchangeRequests
+
+NEEDS_ONLY_SPECS = frozenset(
+    (
+        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "new_tensor", "view_as", "expand_as"),
+        *("reshape_as", "type_as", "resize_as_", "normal_", "uniform_", "random_", "exponential_", "geometric_"),
+        *("cauchy_", "log_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
+        *("trunc_normal_", "orthogonal_", "sparse_", "zero_", "fill_"),
+    )
+)
+"""Functions that use only the specs of their tensors after the first one; if they draw or fill, of that one as well."""
 
 AT_ONCE = 64
 """The number of requests to one rank that are sent without waiting for more."""
@@ -307,3 +318,11 @@ def _refuse_gradient(line: str) -> Callable[[Tensor], None]:
         raise NotImplementedError(f"gradients do not go back to another stage outside of steps ({line})")
 
     return refuse
+
+
+def learns_everywhere(held: Sequence[Holders], tensors: Sequence[Tensor]) -> bool:
+    """Whether a graph begins at tensors that all ranks have, as those of a callback's probe, and at no others: it is to
+    be on all ranks, for their gradients.
+    """
+    asking = [holders for holders, tensor in zip(held, tensors, strict=True) if tensor.requires_grad]
+    return bool(asking) and all(holders is None for holders in asking)

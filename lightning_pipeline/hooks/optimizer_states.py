@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 
 class OptimizerStates:

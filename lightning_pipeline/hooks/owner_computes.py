@@ -24,6 +24,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.operands import (
+    NEEDS_ONLY_SPECS,
     Exchanges,
     Holders,
     Operands,
@@ -32,6 +33,7 @@ from lightning_pipeline.hooks.operands import (
     copy_of,
     empty_like,
     is_partial,
+    learns_everywhere,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
 from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, refuse_writing
@@ -39,9 +41,9 @@ from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, describe, in_hook, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, describe, placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
-from lightning_pipeline.partition.users_line import users_line, users_lines
+from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
 from lightning_pipeline.recording.operation import Call, put_together, take_apart
 from lightning_pipeline.recording.recorder import Recorder
@@ -51,18 +53,6 @@ from lightning_pipeline.runtime.host_memory import available_bytes
 
 _TOGETHER = object()
 """Returned in place of a result if all ranks run the call."""
-
-_BY_LOOKS = frozenset(
-    (
-        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "new_tensor", "view_as", "expand_as"),
-        *("reshape_as", "type_as", "resize_as_", "normal_", "uniform_", "random_", "exponential_", "geometric_"),
-        *("cauchy_", "log_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
-        *("trunc_normal_", "orthogonal_", "sparse_", "zero_", "fill_"),
-    )
-)
-"""Functions that use only the specs of their tensors after the first one; if they draw or fill, of that one as well."""
-
 
 class OwnerComputes(TorchFunctionMode):
     """The torch function mode that is active in the user's hooks and callbacks.
@@ -309,7 +299,7 @@ class OwnerComputes(TorchFunctionMode):
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute the call; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
-        if kind is FunctionKind.COMPUTES and torch.is_grad_enabled() and _learns_everywhere(held, call.tensors):
+        if kind is FunctionKind.COMPUTES and torch.is_grad_enabled() and learns_everywhere(held, call.tensors):
             return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         specs = [TensorSpec.of(tensor) for tensor in call.tensors]
         with _torch.dispatch_modes_taken_off() if _torch.num_dispatch_modes() else nullcontext():
@@ -325,7 +315,7 @@ class OwnerComputes(TorchFunctionMode):
         for slot, _ in result.writes:
             refuse_writing(call.tensors[slot], name)
         needed: list[Holders] = [where] * len(held)
-        if name in _BY_LOOKS:  # whoever holds the first tensor has all that is needed
+        if name in NEEDS_ONLY_SPECS:  # whoever holds the first tensor has all that is needed
             where = held[0]
             needed = [where, *([()] * (len(held) - 1))]
         here = self._operands.gather(call.tensors, needed, name)
@@ -367,7 +357,7 @@ class OwnerComputes(TorchFunctionMode):
     def _draw(self, func: Any, call: Call, name: str) -> Any:
         """All ranks draw, so that their generators stay alike; the holders keep what is drawn."""
         held = [holders_of(tensor) for tensor in call.tensors]
-        if name in _BY_LOOKS:
+        if name in NEEDS_ONLY_SPECS:
             here = [empty_like(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
         else:
             here = self._operands.gather_everywhere(call.tensors, name)
@@ -376,7 +366,7 @@ class OwnerComputes(TorchFunctionMode):
             slot = next((slot for slot, operand in enumerate(here) if operand is tensor), None)
             if slot is not None:  # drawn in place
                 made[index] = call.tensors[slot]
-            elif name in _BY_LOOKS and held[0] is not None:
+            elif name in NEEDS_ONLY_SPECS and held[0] is not None:
                 if not self._is_among(held[0]):
                     made[index] = tensor = placeholder(TensorSpec.of(tensor), name)
                 self._keys.note(tensor, held[0])
@@ -404,11 +394,3 @@ class OwnerComputes(TorchFunctionMode):
     def _set_spec(place: Tensor, spec: TensorSpec) -> None:
         if type(place) is Placeholder and place.spec is not spec:
             become(place, placeholder(spec, place.what))
-
-
-def _learns_everywhere(held: Sequence[Holders], tensors: Sequence[Tensor]) -> bool:
-    """Whether a graph begins at tensors that all ranks have, as those of a callback's probe, and at no others: it is to
-    be on all ranks, for their gradients.
-    """
-    asking = [holders for holders, tensor in zip(held, tensors, strict=True) if tensor.requires_grad]
-    return bool(asking) and all(holders is None for holders in asking)

@@ -16,8 +16,8 @@ from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, in_hook, is_absent, placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
+from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
 
 

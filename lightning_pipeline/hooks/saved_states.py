@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_pipeline.hooks.operands import Exchanges, TensorKeys
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec, placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 _GATHERED = ("state_dict", "optimizer_states")
 """Entries of a checkpoint that have their contents on the first rank alone."""

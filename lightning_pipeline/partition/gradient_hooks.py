@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 
 class Hook:

@@ -13,7 +13,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import extent, memory_of
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 _WAY_OUT = "define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of micro-batches"
 _SHOWN = 6

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.partition.placeholder import become_absent, is_absent
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,11 @@ from torch.overrides import handle_torch_function
 from torch.utils.data import get_worker_info
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.comparisons import is_never_equal
 from lightning_pipeline.partition.gradient_hooks import NodeOf
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_of_memory, kind_of
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import in_hook, users_line
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
 """Whether writes into placeholders are ignored, as while a state dict is loaded."""
@@ -30,40 +31,6 @@ answers_calls: ContextVar[Callable[[Any, Any, dict[str, Any]], Any] | None] = Co
 
 NotImplemented leaves the call to the placeholder.
 """
-
-
-class _InHook:
-    """Whether the user's code runs between steps, where every tensor looks as it does in one process.
-
-    Attributes:
-        is_rank_known: the code has asked which rank it runs on, so it may do something else on each.
-        when_rank_known: called when it asks.
-        thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
-    """
-
-    on = False
-    is_rank_known = False
-    when_rank_known: Callable[[], None] | None = None
-    thread = 0
-
-    def note_rank(self) -> None:
-        """Take note that the rank is asked for."""
-        if self.is_here() and not self.is_rank_known:
-            self.is_rank_known = True
-            if self.when_rank_known is not None:
-                self.when_rank_known()
-
-    def is_here(self) -> bool:
-        """Whether a hook runs in this thread."""
-        return self.on and self.thread == threading.get_ident()
-
-
-in_hook = _InHook()
-
-
-def step_runs() -> bool:
-    """Whether the user's code of a step runs; replaced where steps are recorded."""
-    return False
 
 
 class AbsentDataError(RuntimeError):
@@ -227,7 +194,7 @@ class Placeholder(Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        is_known = self.recording is not None or in_hook.on or step_runs()
+        is_known = self.recording is not None or in_hook.on or users_code.step_runs()
         return not is_known or self.spec.device.type == "meta"
 
     @property
@@ -403,7 +370,7 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
             "torch's compiled code takes it there, where nothing is seen of it. Instead of nested tensors use padded "
             "ones and a mask, instead of as_subclass plain tensors, and instead of set_ a copy_ or a name"
         )
-    elif step_runs():
+    elif users_code.step_runs():
         way_out = (
             "a class with a __torch_function__ of its own, or a subclass of torch.Tensor, keeps what is called from "
             "being seen there: use plain tensors"

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording

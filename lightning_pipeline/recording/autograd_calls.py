@@ -14,7 +14,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import HOOKS, hook_of_tensor, retained
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.event import GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, UNKNOWN, Inference, Result

@@ -12,7 +12,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import transform_error
 from lightning_pipeline.partition.torch_functions import function_name
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 _OWN = ("torch.", "lightning_pipeline.")
 _SEES_CALLS = ("torch.utils.flop_counter", "torch.autograd.graph")

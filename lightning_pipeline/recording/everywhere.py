@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.operation import tensors_in
 
 if TYPE_CHECKING:

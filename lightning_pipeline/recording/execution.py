@@ -24,11 +24,11 @@ from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.users_line import note_line
+from lightning_pipeline.partition.users_code import note_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot, put_together
 from lightning_pipeline.recording.program import Fork, Program, Region, Strand, VisitFunction
-from lightning_pipeline.recording.recomputation import Frame, recomputed
+from lightning_pipeline.recording.recomputation import recomputed
 
 
 def run_event(
@@ -358,49 +358,6 @@ class _Writer:
 
 def _of(strand: Strand) -> str:
     return f"{'r' if strand.value >= 0 else 'p'}{abs(strand.value)}_{strand.number}"
-
-
-class Repeated:
-    """The events of a checkpointed function on one visit, which run again in backward.
-
-    Args:
-        captured: what the recording has taken along.
-        seed: starts the random numbers of a draw.
-    """
-
-    def __init__(self, captured: Sequence[Any], seed: Callable[[int], None], stops_early: bool) -> None:
-        self._captured = captured
-        self._seed = seed
-        self._frame = Frame(self._again, stop_early=stops_early)
-        self._places: dict[int, int] = {}  # of values that are not made here, among the frame's inputs
-        self._made: set[int] = set()
-        self._events: list[tuple[Event, list[Tensor | None]]] = []
-
-    def run(self, event: Event, operands: Sequence[Tensor]) -> Any:
-        """Run an event the first time."""
-        others: list[Tensor | None] = []
-        for value, tensor in zip(event.inputs, operands, strict=True):
-            is_value = isinstance(value, int) and value >= 0
-            others.append(None if is_value else tensor)
-            if is_value and value not in self._made and value not in self._places:
-                self._places[value] = self._frame.add_input(tensor)
-        self._made.update(event.made())
-        self._events.append((event, others))
-        with self._frame.keeping_nothing():
-            return run_event(event, operands, self._captured, self._seed)
-
-    def run_to_its_end(self) -> None:
-        """Do not stop early when computing again."""
-        self._frame.stop_early = False
-
-    def _again(self, *inputs: Tensor) -> None:
-        values = {value: inputs[place] for value, place in self._places.items()}
-        for event, others in self._events:
-            operands = [
-                values[value] if tensor is None else tensor for value, tensor in zip(event.inputs, others, strict=True)
-            ]
-            found = run_event(event, operands, self._captured, self._seed)
-            values.update(values_made(event, operands, found))
 
 
 def _forked(tensor: Tensor) -> Tensor:

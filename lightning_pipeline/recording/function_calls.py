@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import SeededDraws, python_generators, set_python_generators
 from lightning_pipeline.recording.function_state import Found, FunctionState, changed, objects_in, state_of, use_of
 from lightning_pipeline.recording.inference import CallError, Result

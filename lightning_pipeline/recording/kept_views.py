@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Placeholder, become
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor

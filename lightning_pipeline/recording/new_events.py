@@ -11,7 +11,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import REGISTERING
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result, written_by_array

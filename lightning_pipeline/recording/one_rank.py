@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.users_line import is_users, users_line
+from lightning_pipeline.partition.users_code import is_users, users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.recording.reading import data_of
 from lightning_pipeline.recording.source_files import definition_of

@@ -19,7 +19,7 @@ from torch.nn.utils import stateless
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.overrides import overridden
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.python_again import CheckpointCall
 
 Checkpointed = Callable[[CheckpointCall], AbstractContextManager[None]]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition import placeholder
+from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.contexts import contexts_refused
 from lightning_pipeline.recording.function_calls import APPLY, applying, are_hooked_by_module, with_state
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
@@ -49,7 +49,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(copies_of_parameters_seen(_is_of_step))
         _patches.enter_context(flags_of_steps(running_recording))
         override = _patches.enter_context(overridden())
-        override(placeholder, "step_runs", lambda: running_recording() is not None)
+        override(users_code, "step_runs", lambda: running_recording() is not None)
         _patches.enter_context(contexts_refused(lambda: running_recording() is not None))
     _patched_for.append(recorder)
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import NOTHING, Result
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor, torch_state

@@ -16,7 +16,7 @@ import torch
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of, same_kind
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording

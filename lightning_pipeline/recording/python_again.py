@@ -27,7 +27,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.autograd_calls import Graph, of_any_shape
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event

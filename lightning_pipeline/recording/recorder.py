@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall, compiled_calls
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.function_calls import inferred

@@ -30,7 +30,7 @@ from lightning_pipeline.partition.gradient_hooks import Handle, Hook
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.ownership import HELD_BY, absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
-from lightning_pipeline.partition.users_line import is_refusal, users_line
+from lightning_pipeline.partition.users_code import is_refusal, users_line
 from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.checkpoints import Checkpoints
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event

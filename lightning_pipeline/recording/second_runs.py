@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.partition.torch_functions import function_name
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.autograd_calls import Graph
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.operation import TensorSlot

@@ -27,7 +27,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.absorbed import stand_for
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result

@@ -18,8 +18,9 @@ from lightning_pipeline.hooks.first_rank import Asked, Lending
 from lightning_pipeline.hooks.loader_changes import Change
 from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import TensorSpec, in_hook
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import Layout
+from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.recording.patched_torch import running_recording
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.replicas import Replicas

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import Placeholder
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
 from lightning_pipeline.runtime.transport import Transport
 

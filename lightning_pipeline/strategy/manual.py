@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 
 from .._lightning import LightningModule, LightningOptimizer, Precision
 from .lightning_private import lightning_optimizers

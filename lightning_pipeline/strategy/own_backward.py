@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.partition.torch_functions import function_name
-from lightning_pipeline.partition.users_line import users_line
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.backward_calls import backward_from_loss
 from lightning_pipeline.recording.function_state import Found, changed, names_in, note_use
 

@@ -18,8 +18,8 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
 from lightning_pipeline.partition.microbatch import OneBatch, refuse_list_of_samples
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.placeholder import in_hook
 from lightning_pipeline.partition.stage_config import Stage, read_stage_config
+from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.runtime.host_memory import available_bytes, keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas

@@ -1,4 +1,4 @@
-"""Finds the line of the user's code that is running."""
+"""The user's code that runs: whether that is a hook or a step, and at which line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import linecache
 import os
 import sys
+import threading
+from collections.abc import Callable
 from types import FrameType
 
 from lightning_pipeline._names import PACKAGES
@@ -13,6 +15,40 @@ from lightning_pipeline._names import PACKAGES
 _OWN = tuple(f"/{name}/" for name in ("torch", "torchmetrics", "lightning_pipeline", *PACKAGES))
 _CONTEXTLIB = contextlib.__file__.replace("\\", "/")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+
+class _InHook:
+    """Whether the user's code runs between steps, where every tensor looks as it does in one process.
+
+    Attributes:
+        is_rank_known: the code has asked which rank it runs on, so it may do something else on each.
+        when_rank_known: called when it asks.
+        thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
+    """
+
+    on = False
+    is_rank_known = False
+    when_rank_known: Callable[[], None] | None = None
+    thread = 0
+
+    def note_rank(self) -> None:
+        """Take note that the rank is asked for."""
+        if self.is_here() and not self.is_rank_known:
+            self.is_rank_known = True
+            if self.when_rank_known is not None:
+                self.when_rank_known()
+
+    def is_here(self) -> bool:
+        """Whether a hook runs in this thread."""
+        return self.on and self.thread == threading.get_ident()
+
+
+in_hook = _InHook()
+
+
+def step_runs() -> bool:
+    """Whether the user's code of a step runs; replaced where steps are recorded."""
+    return False
 
 
 def users_line() -> str:
