@@ -22,7 +22,7 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.module_writes import average_in, needs_order
+from lightning_pipeline.recording.module_writes import ModuleWrites, average_in, needs_order
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
@@ -114,17 +114,26 @@ class RankResources:
         return () if self.context is not None or self.tensors.split_calls else self.placement
 
     def is_held(self, program: Program) -> bool:
-        """Whether every event runs on a rank that holds the module's tensors that it uses."""
+        """Whether every event runs on a rank that holds the module's tensors that it uses, and no other rank holds
+        those that it writes into, which would have to get a copy."""
         found = self._held.get(program)
         if found is None:
-            found = self._held[program] = all(
-                self.rank_of(event.visit)
-                in (value.ranks if isinstance(value, HookTensor) else self.holders(-1 - value))
-                for event in program.events
-                for value in event.inputs
-                if isinstance(value, HookTensor) or (type(value) is int and value < 0)
-            )
+            found = self._held[program] = self._find_held(program)
         return found
+
+    def _find_held(self, program: Program) -> bool:
+        writes = ModuleWrites()
+        for event in program.events:
+            written = writes.of(event)
+            rank = self.rank_of(event.visit)
+            if any(set(self.holders(number)) != {rank} for number in written):
+                return False
+            for value in event.inputs:
+                if isinstance(value, HookTensor) or (type(value) is int and value < 0):
+                    holders = value.ranks if isinstance(value, HookTensor) else self.holders(-1 - value)
+                    if rank not in holders:
+                        return False
+        return True
 
     def rank_of(self, visit: int) -> int:
         return self.placement[visit % len(self.placement)]

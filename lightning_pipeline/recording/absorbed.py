@@ -10,7 +10,7 @@ An earlier micro-batch, which its stages may have yet to run, gets a copy: the m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -27,12 +27,18 @@ def absorb(recording: Recording, tensor: Tensor, spec: TensorSpec, value: int, w
     """Make a tensor that every rank had, and a stage has written into, a value of that stage."""
     _take_along_views(recording, tensor)
     if recording.memory.is_shared(tensor):
-        raise NotImplementedError(
-            f"what a stage computes is written into a tensor that every rank has and that shares its memory with "
-            f"another one, a view or an array, which would not see it ({users_line()}): write into a clone(), or "
-            f"where it is a view or the .data of a buffer of the module, into the buffer itself under no_grad"
-        )
+        refuse_shared()
     _become_value(recording, tensor, spec, value, what)
+
+
+def refuse_shared() -> NoReturn:
+    """Refuse a write that others would miss."""
+    raise NotImplementedError(
+        f"what a stage computes is written into a tensor that every rank has and that shares its memory with another "
+        f"one, a view or an array, which would not see it ({users_line()}): write into a clone(), or where it is a "
+        f"view or the .data of a buffer of the module, into the buffer itself under no_grad, and make views of it anew "
+        f"in each step"
+    )
 
 
 def stand_for(recording: Recording, tensor: Tensor, made: Placeholder) -> None:

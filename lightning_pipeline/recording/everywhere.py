@@ -51,10 +51,11 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
     found = func(*args, **kwargs)
     if recording.provenance is not None:
         recording.provenance.note_call(func, args, kwargs, found, draw)
-    if isinstance(found, Tensor) and args and isinstance(args[0], Tensor) and found is not args[0]:
-        memory = memory_of(found)
+    made = found if isinstance(found, (tuple, list)) else (found,)
+    if made and isinstance(made[0], Tensor) and args and isinstance(args[0], Tensor) and made[0] is not args[0]:
+        memory = memory_of(made[0])
         if memory == memory_of(args[0]):
-            recording.memory.note_views(memory, (found, args[0]))
+            recording.memory.note_views(memory, (*made, args[0]))
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.ownership import holders_of, named_tensors
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.stage_map import StageMap
@@ -92,6 +93,11 @@ class ModuleTensors:
     def is_replicated(self, number: int) -> bool:
         """Whether every rank computes with it: a buffer that all have, and no stage has written into."""
         return self.is_buffer[number] and number not in self.written and self.names[number][0] not in self._partly_held
+
+    def replicated_at(self, memory: int) -> int | None:
+        """The number of a buffer in this memory that every rank computes with."""
+        numbers = (number for number, tensor in enumerate(self.tensors) if self.is_replicated(number))
+        return next((number for number in numbers if memory_of(self.tensors[number]) == memory), None)
 
     def versions_of_replicated(self) -> dict[str, int]:
         """How often buffers that every rank has were written into, by name."""

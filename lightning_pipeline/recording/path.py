@@ -60,10 +60,7 @@ def follow(
     for value, tensor in zip(inputs, call_tensors, strict=True):
         if _is_module_tensor(value) and recording.tensors.is_replicated(-1 - value):
             recording.recorder.used[memory_of(tensor)] = -1 - value
-    written = {-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])}
-    if not written <= recording.tensors.written:
-        recording.tensors.written |= written
-        recording.recorder.forget_paths()
+    recording.note_written({-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])})
     return event
 
 

@@ -50,6 +50,11 @@ class ReplicatedMemory:
         """Note tensors that share memory."""
         self._views.setdefault(memory, []).extend(map(weakref.ref, tensors))
 
+    def views_in_step(self, memory: int, base: Tensor) -> list[Tensor]:
+        """The tensors that the step has made of this memory, but for `base`."""
+        found = {id(one): one for reference in self._views.get(memory, ()) if (one := reference()) is not None}
+        return [one for one in found.values() if one is not base]
+
     def is_shared(self, tensor: Tensor) -> bool:
         """Whether a view or an array shares a tensor's memory and would miss what a stage writes into it."""
         memory = memory_of(tensor)

@@ -28,7 +28,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import memory_of, views_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
 from lightning_pipeline.partition.users_code import users_line
-from lightning_pipeline.recording.absorbed import stand_for
+from lightning_pipeline.recording.absorbed import refuse_shared, stand_for
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.kept_views import arguments_again
@@ -147,28 +147,61 @@ def bring_base(
     recording: Recording, visit: int, operands: Sequence[Tensor], inputs: Sequence[Any], result: Result
 ) -> bool:
     """Make a tensor that every rank has, and its views, values of the visit that writes into one of them, as where
-    ``total[i] += loss`` adds to a row of zeros. Returns whether there were views.
+    ``total[i] += loss`` adds to a row of zeros or of a buffer. Returns whether there were views.
     """
     known = recording.memory
     for slot, _ in result.writes:
-        if inputs[slot] is not CAPTURED:
+        of_buffer = _replicated_buffer(recording, operands[slot], inputs[slot])
+        if of_buffer is not None and _bring_views_of_buffer(recording, of_buffer):
+            return True
+        if inputs[slot] is not CAPTURED or of_buffer is not None or memory_of(operands[slot]) in known.batch:
             continue
         with _torch.DisableTorchFunction():
             whole = operands[slot]._base
         base = operands[slot] if whole is None else whole
-        if memory_of(base) in known.batch or recording.tensors.number_of(base) is not None:
-            continue
         known.coming = views_of(base)
         if not known.coming:
             continue
-        offset = base.storage_offset()
-        places = [(one, one.shape, one.stride(), one.storage_offset() - offset) for one in known.coming]
+        places = [(one, *_part(one, base)) for one in known.coming]
         _see(recording, base, None, TensorSpec.of(base), visit)  # refused if others share the memory
         known.coming = ()
         for one, *place in places:
             stand_for(recording, one, recording.__torch_function__(part_of, (), (base, *place)))
         return True
     return False
+
+
+def _replicated_buffer(recording: Recording, tensor: Tensor, operand: Any) -> int | None:
+    """The number of a buffer that every rank has, which is written into, itself or where a view of it is."""
+    tensors = recording.tensors
+    if operand is CAPTURED:
+        return tensors.replicated_at(memory_of(tensor))
+    is_buffer = type(operand) is int and operand < 0 and tensors.is_replicated(-1 - operand)
+    return -1 - operand if is_buffer else None
+
+
+def _bring_views_of_buffer(recording: Recording, number: int) -> bool:
+    """Make views of a buffer that every rank has, also by ``.data``, views of one that stages compute with. Returns
+    whether there were any.
+
+    Raises:
+        NotImplementedError: an array shares its memory, or a view that was made before this step's micro-batch.
+    """
+    buffer = recording.tensors.tensors[number]
+    memory = memory_of(buffer)
+    views = recording.memory.views_in_step(memory, buffer)
+    if memory in recording.memory.exposed or not {*map(id, views_of(buffer))} <= {*map(id, views)}:
+        refuse_shared()
+    if views:
+        recording.note_written({number})
+    for view in views:
+        stand_for(recording, view, recording.__torch_function__(part_of, (), (buffer, *_part(view, buffer))))
+    return bool(views)
+
+
+def _part(view: Tensor, base: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    """Which part of a tensor a view is: its size, its strides, and where it begins."""
+    return view.shape, view.stride(), int(view.storage_offset()) - int(base.storage_offset())
 
 
 def _first(recording: Recording, views: Views, tensors: set[int]) -> int:

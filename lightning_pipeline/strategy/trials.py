@@ -244,7 +244,10 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
         state.recording = recording
         with recorder.patched(), recorder.installed(), recording.running():
-            step(tree.rebuild(layout, [tensor.clone() for tensor in given]))
+            try:
+                step(tree.rebuild(layout, [tensor.clone() for tensor in given]))
+            finally:
+                data.let_go()
     return Program(recording.event)
 
 
@@ -265,6 +268,10 @@ class _OnOneRank:
             training=False,
             earlier=_no_earlier_microbatch,
         )
+
+    def let_go(self) -> None:
+        """Free what was computed: views of buffers would count as the user's."""
+        self._run.let_go()
 
     def read(self, recording: Recording, values: Sequence[int]) -> list[Tensor]:
         self.finish_before(recording, with_own=False)

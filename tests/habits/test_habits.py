@@ -33,7 +33,8 @@ BY_DEFAULT = {
         PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients ShiftFrozenForOneTerm ReadsInInferenceMode
         BatchPlusLateValue LongBatchPlusLateValue ClosureNormsGradients WeightsMergedForEvaluation TestsBestAverage
         RowsAddedTo LeafWrittenAfterUse ExampleInput CountedByLoader DetectsObjects ValidatesCopyInPlace
-        ColumnsFilledLayerByLayer WrittenThroughViewsAroundReads KeptViewsWrittenInHook BufferWrittenThroughViews
+        ColumnsFilledLayerByLayer BankFilledByPrediction RowOfBufferAddedTo OlderRowsOfWrittenBuffer
+        WrittenThroughViewsAroundReads KeptViewsWrittenInHook BufferWrittenThroughViews
     """,
     "2-zero_bubble": """
         PaddedEncoder ParameterHooks VQCodebook CheckpointWithDropout AdversarialAcrossStages
@@ -42,7 +43,7 @@ BY_DEFAULT = {
     "3-1f1b": """
         RecurrentLayerBetweenLayers RecurrentLayerOnTwoStages RecurrentLayerDifferentiated PenaltyOnTwoStages
         CountsBeforeLayersOfAnotherVisit RecurrentRefinement HaltsByData LayerDropByPython LateTwiceThenEarly
-        LimitsFromAHook TiedGradientsWithinAWindow ViewsOfEveryKindWritten
+        LimitsFromAHook TiedGradientsWithinAWindow ViewsOfEveryKindWritten WrittenOnOneStageOfTwo
     """,
     "2-auto": """
         FunctionOfParameters MeterOfOnesOwn OwnTorchGenerator LBFGS ReturnsNothing GeneratorsOfDataset
