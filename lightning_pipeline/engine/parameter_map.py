@@ -19,6 +19,9 @@ class ParameterMap:
         placement: the rank of each virtual stage.
         rank: this rank.
         certain: virtual stages of leaves that are known from the start.
+
+    Attributes:
+        present: the ranks that have each tensor which an earlier run has left on some only, by name.
     """
 
     def __init__(self, module: nn.Module, placement: Sequence[int], rank: int, certain: Mapping[str, int]) -> None:
@@ -28,7 +31,7 @@ class ParameterMap:
         self._is_settled = False
         self._certain = dict(certain)
         self._users: dict[str, set[int]] = {}
-        self._present: dict[str, tuple[int, ...]] = {}
+        self.present: dict[str, tuple[int, ...]] = {}
         self._names = names_of_tensors(module)
 
     def find_present(self, module: nn.Module, transport: Transport | None) -> None:
@@ -46,7 +49,7 @@ class ParameterMap:
         for column, names in enumerate(self._names):
             ranks = tuple(rank for rank, row in enumerate(table) if row[column])
             if 0 < len(ranks) < self.num_ranks:
-                self._present.update(dict.fromkeys(names, ranks))
+                self.present.update(dict.fromkeys(names, ranks))
 
     def take_in(self, module: nn.Module) -> bool:
         """Add the module's new tensors; all ranks hold them until a step uses them. Returns whether any are new."""
@@ -89,7 +92,7 @@ class ParameterMap:
         unseen: list[str] = []
         for names in self._names:
             ranks = self._holders_of(names)
-            if not self._stages_of(names) and names[0] not in self._present:
+            if not self._stages_of(names) and names[0] not in self.present:
                 unseen += names
             holders.update(dict.fromkeys(names, ranks))
         return Ownership(self.num_ranks, self.rank, holders, frozenset(unseen))
@@ -118,7 +121,7 @@ class ParameterMap:
         certain = any(self._leaf_of(name, self._certain) is not None for name in names)
         if stages and (self._is_settled or certain):
             return tuple(sorted({self.placement[stage] for stage in stages}))
-        return self._present.get(names[0], tuple(range(self.num_ranks)))
+        return self.present.get(names[0], tuple(range(self.num_ranks)))
 
     def _stages_of(self, names: Iterable[str]) -> set[int]:
         """The virtual stages that use a tensor."""

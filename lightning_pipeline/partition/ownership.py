@@ -169,5 +169,6 @@ def _check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
                     f"{prefix}{name} is on another stage, so state_dict() is not whole on this rank ({users_line()}): "
                     f"call it in a hook, such as on_train_batch_end, write a checkpoint with "
                     f"trainer.save_checkpoint(path), or call trainer.strategy.gather_module() on all ranks, which "
-                    f"gives rank 0 a module with all weights"
+                    f"gives rank 0 a module with all weights; where an error has ended the run, load a checkpoint "
+                    f"into a new module"
                 )

@@ -360,7 +360,10 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     what = place.what if place is not None else "a value"
     if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
         raise transform_error(what)
-    way_out = "do it in the LightningModule's steps and hooks or in a callback, where every rank comes to have it"
+    way_out = (
+        "do it in the LightningModule's steps and hooks or in a callback, where every rank comes to have it; where an "
+        "error has ended the last run, ranks have kept their parts: make the module anew, or load a checkpoint into one"
+    )
     if threading.current_thread() is not threading.main_thread():
         way_out = "a step and its hooks have to call what they call in the thread that they run in"
     elif get_worker_info() is not None:

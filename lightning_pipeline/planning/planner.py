@@ -96,7 +96,9 @@ def ranked_plans(
             yielded.add(places)
             yield plan, chosen.simulation
     if not yielded:
-        raise ValueError(f"the step cannot be cut automatically, say with {plan}: {fault}")
+        raise ValueError(
+            f"the step cannot be cut automatically, as no cut works that was tried, such as {plan}: {fault}"
+        )
 
 
 def _best_cuts(

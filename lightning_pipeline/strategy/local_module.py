@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,12 +48,14 @@ if TYPE_CHECKING:
     from .session import Session
 
 _CRC_BYTES = 4096
-_NONE, _PARTS, _MEMORY, _SLICES = range(4)
+_NONE, _META, _MEMORY, _SLICES = range(4)
 _OBSTACLES = {
-    _PARTS: "it was in parts or without data before",
+    _META: "it was built without data, as on the meta device",
     _MEMORY: "the whole module does not fit into the memory of every rank",
     _SLICES: "FSDP or tensor parallelism has split its tensors",
 }
+_FROM_META: WeakSet[nn.Module] = WeakSet()
+"""The modules that were built on the meta device."""
 """Why the module stays in parts after a run."""
 
 
@@ -84,7 +87,8 @@ class LocalModule:
         self._transport = session.transport
         self._replicas = session.replicas
         self._replica_group = session.tensor_group or session.context_group
-        self._came_in_parts = any(tensor.is_meta for _, tensor in named_tensors(module))
+        if any(tensor.is_meta and not is_absent(tensor) for _, tensor in named_tensors(module)):
+            _FROM_META.add(module)
         self._sharing = tensors_that_share_memory(module)
         if sharded is not None:
             sharded.adopt(module)
@@ -94,6 +98,8 @@ class LocalModule:
         certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
         self.placement = ParameterMap(module, placement, session.topology.stage_rank, certain)
         self.placement.find_present(module, self._transport)
+        if self.placement.present:
+            self._gather_left(session.strategy.num_processes)
         self._update_ownership()
 
     def release_remote(self) -> None:
@@ -176,24 +182,39 @@ class LocalModule:
             for name, tensor in named_tensors(module):
                 if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
                     partial.setdefault(id(tensor), (name, tensor))
-        absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
-        obstacle = _NONE
-        if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
-            obstacle = _SLICES
-        elif self._came_in_parts:  # such as from the meta device, because it fits nowhere
-            obstacle = _PARTS
-        elif sum(TensorSpec.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
-            obstacle = _MEMORY
-        found = self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))
+        found = self._obstacle([tensor for _, tensor in partial.values() if is_absent(tensor)], num_processes)
         if found[0] != _NONE:
             rank_zero_warn(
                 f"the module stays in parts after this run, as {_OBSTACLES[int(found[0])]}: "
                 f"trainer.strategy.gather_module(), called on all ranks, gives rank 0 a copy with all weights"
             )
         elif found[1]:
-            self._spread(list(partial.values()))
+            self._spread([(name, tensor, self.ownership.owner(name)) for name, tensor in partial.values()])
             lift_guards(self._module)
         return found[0] == _NONE
+
+    def _gather_left(self, num_processes: int) -> None:
+        """Give every rank what an earlier run has left on some of them, as an error ended it, if that fits: the module
+        may be cut elsewhere now.
+        """
+        left: dict[int, tuple[str, Tensor, int]] = {}
+        for name, tensor in named_tensors(self._module):
+            if name in self.placement.present:
+                left.setdefault(id(tensor), (name, tensor, self.placement.present[name][0]))
+        if self._obstacle([tensor for _, tensor, _ in left.values() if is_absent(tensor)], num_processes)[0] == _NONE:
+            self._spread([*left.values()])
+            self.placement.present.clear()
+
+    def _obstacle(self, absent: Sequence[Tensor], num_processes: int) -> list[float]:
+        """Why some rank cannot have these tensors, and how many the most are."""
+        obstacle = _NONE
+        if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
+            obstacle = _SLICES
+        elif self._module in _FROM_META:  # because it fits nowhere
+            obstacle = _META
+        elif sum(TensorSpec.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
+            obstacle = _MEMORY
+        return self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))
 
     def _most(self, numbers: Tensor) -> list[float]:
         """The maximum of each over all stages and replicas."""
@@ -203,13 +224,12 @@ class LocalModule:
             numbers = torch.stack(self._replicas.gather_objects(numbers)).amax(0)
         return numbers.tolist()
 
-    def _spread(self, partial: Sequence[tuple[str, Tensor]]) -> None:
+    def _spread(self, partial: Sequence[tuple[str, Tensor, int]]) -> None:
         """Send tensors from their owners to all stages, one after the other."""
         assert self._transport is not None  # or nothing would be partial
-        own = self.ownership.stage
-        for name, tensor in partial:
-            owner = self.ownership.owner(name)
-            for stage in range(self.ownership.num_stages) if owner == own else ():
+        own = self.placement.rank
+        for name, tensor, owner in partial:
+            for stage in range(self.placement.num_ranks) if owner == own else ():
                 if stage != own:
                     send_tree(tensor.detach(), self._transport, stage)
             if owner != own:

@@ -80,6 +80,29 @@ class LitOther(LitHuggingFace):
     """Another module for the same Trainer."""
 
 
+class Stops(L.Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise ValueError("stopped")
+
+
+def refit_elsewhere(world: int, folder: Path) -> dict[str, Any]:
+    """A run ends in an error that is caught, and the module goes into another, cut elsewhere."""
+    module = LitHuggingFace()
+    for callbacks in ([Stops()], []):
+        strategy = PipelineStrategy(num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
+        trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, callbacks=callbacks, **QUIET)
+        if callbacks:
+            with pytest.raises(ValueError, match="stopped"):
+                trainer.fit(module, token_loader(8, 4))
+            with pytest.raises(RuntimeError, match=r"where an error has ended the run, load a checkpoint into a new"):
+                module.state_dict()
+            module.stage_config = {"model.transformer.ln_f": 1}
+        else:
+            trainer.fit(module, token_loader(8, 4))
+    trainer.save_checkpoint(folder / "refitted.ckpt")
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {"replicas": {}, "fsdp": {"data_parallel": "fsdp"}}
 NAMES = ["replicas", pytest.param("fsdp", marks=pytest.mark.slow)]
 
@@ -145,6 +168,7 @@ def run(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
         "trainer": copied(keeps.trainer),
         "module": gathered is None or copied(gathered),
     }
+    found["refitted"] = refit_elsewhere(world, folder)
     return found
 
 
@@ -212,6 +236,13 @@ def test_a_hugging_face_model_is_saved_by_its_own_method(found: Any, folder: Pat
     saved = torch.load(folder / "hf.ckpt", weights_only=True)["state_dict"]
     for key, value in loaded.state_dict().items():
         assert torch.equal(saved[f"model.{key}"], value), key
+
+
+def test_a_module_that_an_error_left_in_parts_becomes_whole_by_another_run(found_by_rank: Any, folder: Path) -> None:
+    saved = torch.load(folder / "refitted.ckpt", weights_only=True)["state_dict"]
+    for found in found_by_rank:
+        assert found["refitted"].keys() == saved.keys()
+        assert all(torch.equal(found["refitted"][key], value) for key, value in saved.items())
 
 
 def test_what_refers_to_a_strategy_is_copied_and_pickled_after_a_run(found: Any) -> None:
