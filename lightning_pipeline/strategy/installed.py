@@ -27,7 +27,7 @@ from .lightning_private import (
     validate_by_first_clock,
 )
 from .manual import backwards_met
-from .patches import agree_on_overflow, shared_statistics, silence_writers, sync_over
+from .patches import agree_on_overflow, leave_synced_over, shared_statistics, silence_writers, sync_over
 from .rank_zero import follow_first_rank
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def installed(session: Session) -> ExitStack:
             refuse_states_in_hooks(module, session.optimizers.refused_in, override)
         if not session.is_single_process:
             _let_many_agree(session, override)
+            stack.callback(leave_synced_over, None if session.replicas is None else session.replicas.group)
             stack.enter_context(shared_statistics(module, session.replicas))
         if not session.gets_batches:  # their tensors are on the meta device
             skip_before_transfer(module, override)
@@ -87,7 +88,7 @@ def _let_many_agree(session: Session, override: Override) -> None:
     session.signals.install(override)
     if (scaler := getattr(plugin, "scaler", None)) is not None:
         agree_on_overflow(scaler, session.device, override)
-    sync_over(session.module, replicas.group if replicas is not None else None)
+    sync_over(None if replicas is None else replicas.group, override)
 
 
 def _is_in_inference(trainer: Trainer) -> bool:

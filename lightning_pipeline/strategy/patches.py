@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -56,21 +57,46 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Overri
     override(scaler, "_unscale_grads_", all_gradients)
 
 
-def sync_over(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Make the metrics in a module synchronise over the replicas of a stage only: all stages have the same states.
+def sync_over(replicas: dist.ProcessGroup | None, override: Override) -> None:
+    """Make metrics synchronise over the replicas of a stage only, wherever they are kept: all stages have the same
+    states.
+    """
+    original = Metric.sync
 
-    This outlasts the run, as the process group does: a metric that is computed later must not count every stage.
+    def sync(
+        metric: Metric,
+        dist_sync_fn: Any = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:
+        if process_group is None and metric.process_group is None:
+            dist_sync_fn, process_group = _original(dist_sync_fn), replicas
+            available = _original(distributed_available or metric.distributed_available_fn)
+            distributed_available = available if replicas is not None else _never
+        original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
+
+    override(Metric, "sync", sync)
+
+
+def leave_synced_over(replicas: dist.ProcessGroup | None) -> None:
+    """Let the metrics of a run that is over go on as in it: one that is computed later must not count every stage, as
+    long as there is the process group.
     """
     world = id(dist.group.WORLD)
     # Partials and `InPlaceOf`, as metrics are copied and pickled with their functions.
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.process_group is None:
+    for metric in gc.get_objects():
+        if issubclass(type(metric), Metric) and getattr(metric, "process_group", world) is None:
             available, gather = map(_original, (metric.distributed_available_fn, metric.dist_sync_fn))
             has_replicas = partial(_has_replicas, available, world, replicas is not None)
             metric.distributed_available_fn = InPlaceOf(available, has_replicas)
             if replicas is not None:
                 synced = partial(_gathered_over, gather or gather_all_tensors, world, replicas)
                 metric.dist_sync_fn = InPlaceOf(gather, synced)
+
+
+def _never() -> bool:
+    return False
 
 
 def _original(function: Any) -> Any:

@@ -449,3 +449,51 @@ class CurvesOfUndetachedLogits(Layers):
     def on_train_epoch_end(self) -> None:
         self.log("precision", self.precision.compute())
         self.precision.reset()
+
+
+@habit(observed=["made"], plain=False, shows=False)
+class MetricsBesideTheModule(Evaluated):
+    """Made in hooks, or kept in a dictionary: they count each sample once, as the module's own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+        self.beside = {"total": SumMetric(), "matrix": ConfusionMatrix("multiclass", num_classes=CLASSES)}
+
+    def on_train_epoch_start(self) -> None:
+        self.mean, self.total = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for metric in (self.mean, self.total, self.beside["total"]):
+            metric.update(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.made += [metric.compute().item() for metric in (self.mean, self.total, self.beside["total"])]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.beside["matrix"].update(logits, batch[1])
+        self.log("val_loss", logits.mean())
+
+    def on_validation_epoch_end(self) -> None:
+        norm = SumMetric()
+        norm.update(self.head.weight.norm())
+        self.made += [norm.compute().item(), self.beside["matrix"].compute().tolist()]
+
+
+class TotalsLosses(L.Callback):
+    def __init__(self) -> None:
+        self.total = SumMetric()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.total.update(outputs["loss"])
+        module.made.append(self.total.compute().item())
+
+
+@habit(observed=["made"], callbacks=lambda: [TotalsLosses()], plain=False, shows=False)
+class MetricOfACallback(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[float] = []

@@ -30,6 +30,7 @@ BY_DEFAULT = {
         TargetLoadedInStep CountsInAllLayers GradientsOnAfterBranch LayerSwappedForIdentity MomentsReadInStep
         NormsLoggedAndKept AttendsToTransposed BiasOfALaterLayer MixedByThePlugin ReadsBetweenUsesByHand
         ModuleHookInAJacobian GoesOnWithWhatAHookFound HookOfAModuleThatIsGivenTheBatch LargestOfAllWeights
+        MetricsBesideTheModule
         PenaltyUnderAnomalyDetection HookedAndUsedWithoutGradients ShiftFrozenForOneTerm ReadsInInferenceMode
         BatchPlusLateValue LongBatchPlusLateValue ClosureNormsGradients WeightsMergedForEvaluation TestsBestAverage
         RowsAddedTo LeafWrittenAfterUse ExampleInput CountedByLoader DetectsObjects ValidatesCopyInPlace
