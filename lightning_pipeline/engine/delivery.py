@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.work import StepTask
+from lightning_pipeline.partition.batches import ListsOfSamples
 from lightning_pipeline.partition.memory import extent, memory_of
-from lightning_pipeline.partition.microbatch import ListsOfSamples, num_samples, overlaps, signature
+from lightning_pipeline.partition.microbatch import num_samples, overlaps, signature
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.tree import Layout

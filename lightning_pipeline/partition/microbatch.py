@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import extent, memory_of
 from lightning_pipeline.partition.tree import Constant, Dictionary, Layout, Object, Pickled, Sequence, Slot
-from lightning_pipeline.partition.users_code import users_line
 
-_WAY_OUT = "define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of micro-batches"
+WAY_OUT = "define split_batch(batch, num_microbatches) on the LightningModule, which returns a list of micro-batches"
 _SHOWN = 6
 """How many parts of a batch an error lists."""
 
@@ -47,10 +45,6 @@ def num_samples(microbatch: Any, tensors: list[Tensor], layout: Layout) -> int |
     return _listed_samples(tensors, layout) or num_rows(tensors) or batch_size(microbatch)
 
 
-class ListsOfSamples(list[Any]):
-    """Micro-batches that are lists of samples."""
-
-
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` along its first dimension into micro-batches of almost equal size, the larger ones first.
 
@@ -68,9 +62,9 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         return [batch]
     tensors, layout = tree.flatten(batch)
     if unknown := _unknown_class(layout):
-        raise ValueError(f"cannot split an object of type {unknown} in the batch; {_WAY_OUT}")
+        raise ValueError(f"cannot split an object of type {unknown} in the batch; {WAY_OUT}")
     if any(tensor.layout is not torch.strided for tensor in tensors):
-        raise ValueError(f"cannot split a sparse tensor in the batch, whose rows need not be samples; {_WAY_OUT}")
+        raise ValueError(f"cannot split a sparse tensor in the batch, whose rows need not be samples; {WAY_OUT}")
     first: dict[int, str] = {}  # part of each length
     for what, length in _lengths(tensors, layout):
         first.setdefault(length, what)
@@ -78,7 +72,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         if len(first) == 1 and listed > 1:
             raise ValueError(
                 f"cannot split the batch into {num_microbatches} micro-batches: its lists have {listed} items, and all "
-                f"its tensors {first.popitem()[0]} rows, so either could be samples; {_WAY_OUT}"
+                f"its tensors {first.popitem()[0]} rows, so either could be samples; {WAY_OUT}"
             )
         pairs = itertools.pairwise(_bounds(listed, num_microbatches))
         return [_items(tensors, layout, start, stop) for start, stop in pairs]
@@ -86,12 +80,12 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         shown = ", ".join([*itertools.islice(first.values(), _SHOWN), *["..."] * (len(first) > _SHOWN)])
         raise ValueError(
             f"cannot split the batch into {num_microbatches} micro-batches: its parts differ in length, so it does not "
-            f"say how many samples it has ({shown}); {_WAY_OUT}"
+            f"say how many samples it has ({shown}); {WAY_OUT}"
         )
     if not first or 0 in first:
         raise ValueError(
             f"cannot split a batch of type {type(batch).__name__} into {num_microbatches} micro-batches: no tensor or "
-            f"list in it says how many samples it has; {_WAY_OUT}"
+            f"list in it says how many samples it has; {WAY_OUT}"
         )
     [size] = first
     points = _points(tensors)
@@ -161,86 +155,6 @@ def _items(tensors: list[Tensor], layout: Layout, start: int, stop: int) -> Any:
         is_cut = isinstance(field, Sequence)
         items.append(field._replace(items=field.items[start:stop]) if is_cut else _cut(field, frozenset(), start, stop))
     return tree.rebuild(layout._replace(items=tuple(items)), rows)
-
-
-def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:
-    """Raise for a batch that is a list of samples, which would be split within each of them.
-
-    Args:
-        loaders_size: the batch size that the loader was given; None if that is not known.
-
-    Raises:
-        ValueError: the list has as many items, all alike, and their tensors have another length, or are nested.
-    """
-    if type(batch) is not list or loaders_size is None or not len(batch) == loaders_size > 1:
-        return
-    size, layouts = batch_size(batch), [tree.flatten(item)[1] for item in batch]
-    is_nested = not isinstance(batch[0], Tensor) and loaders_size > 2
-    if any(type(one) is not type(layouts[0]) for one in layouts) or (size == loaders_size and not is_nested):
-        return
-    raise ValueError(
-        f"the batch is a list of {loaders_size} items, the loader's batch size, so each of them seems to be a sample, "
-        f"and to split their tensors would cut every sample into pieces: stack the samples in collate_fn, or {_WAY_OUT}"
-    )
-
-
-class OneBatch:
-    """The iterator over one batch or micro-batch that a step gets as its ``dataloader_iter``.
-
-    Attributes:
-        place: the indices of the batch and of the dataloader, which it yields with the batch.
-    """
-
-    # Of the class, as an attribute of the instance would count as a part of the batch, which changes each time.
-    place: ClassVar[tuple[int, int]] = (0, 0)
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        if not hasattr(self, "batch"):
-            raise NotImplementedError(
-                f"{users_line()} takes a second batch from the dataloader_iter within one step, and stages have one "
-                f"for each: let the loader give both together, or train with num_stages=1"
-            )
-        batch = self.__dict__.pop("batch")
-        return batch, *self.place
-
-
-def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
-    """Split a batch by the module's ``split_batch`` if it has one, else by the function of this name.
-
-    A batch norm in training has no statistics of a single sample. If the module has one, a batch is split into fewer
-    micro-batches rather than into some with a single sample.
-
-    Raises:
-        ValueError: the module's ``split_batch`` did not return a list of micro-batches; or as `split_batch`.
-    """
-    if isinstance(batch, OneBatch):
-        return [OneBatch(part) for part in microbatches_of(batch.batch, num_microbatches, module)]
-    split = getattr(module, "split_batch", None)
-    if split is None:
-        parts = split_batch(batch, num_microbatches)
-        if len(parts) > 1 and batch_size(parts[-1]) == 1 and _trains_batch_norm(module):
-            size = batch_size(batch)
-            assert size is not None
-            parts = split_batch(batch, size // 2)
-        return parts
-    found = split(batch, num_microbatches)
-    if not isinstance(found, (list, tuple)) or not found:
-        what = f"an empty {type(found).__name__}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
-        raise ValueError(
-            f"{type(module).__name__}.split_batch returned {what}; it has to return a list of micro-batches"
-        )
-    are_lists = isinstance(batch, list) and all(isinstance(part, list) for part in found)
-    return ListsOfSamples(found) if are_lists and sum(map(len, found)) == len(batch) else list(found)
-
-
-def _trains_batch_norm(module: nn.Module) -> bool:
-    return any(isinstance(part, _torch.BatchNorm) and part.training for part in module.modules())
 
 
 def _lengths(tensors: list[Tensor], layout: Layout, path: str = "") -> Iterator[tuple[str, int]]:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
+from lightning_pipeline.partition.batches import microbatches_of
+from lightning_pipeline.partition.microbatch import batch_size
 from lightning_pipeline.partition.stage_config import read_stage_config
 from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.planning.cost_model import Machine

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipeline.engine.executor import RECEIVES_AHEAD
-from lightning_pipeline.partition.microbatch import batch_size, microbatches_of
+from lightning_pipeline.partition.batches import microbatches_of
+from lightning_pipeline.partition.microbatch import batch_size
 from lightning_pipeline.partition.stage_config import AUTO, Stage, count_stages
 from lightning_pipeline.partition.stage_map import StageMap, resolve
 from lightning_pipeline.planning.calibration import measure_link, measure_overhead

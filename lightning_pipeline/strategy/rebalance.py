@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.recorded_times import gather_spans
-from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.planning.rebalance import Rebalance, rebalance
 from lightning_pipeline.planning.timing import measured_speed
 from lightning_pipeline.planning.tracing import DeviceSpeed

@@ -16,7 +16,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.executor import Span
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.hooks.first_rank import Lending
-from lightning_pipeline.partition.microbatch import OneBatch, refuse_list_of_samples
+from lightning_pipeline.partition.batches import OneBatch, refuse_list_of_samples
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.stage_config import Stage, read_stage_config
 from lightning_pipeline.partition.users_code import in_hook

@@ -14,7 +14,7 @@ from lightning_pipeline.engine.draws import Draws
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.microbatch import OneBatch, microbatches_of
+from lightning_pipeline.partition.batches import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
 
 from .._lightning import rank_zero_info, rank_zero_warn

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.planning.rebalance import rebalance
 from lightning_pipeline.schedules import ScheduleError, measured_costs, recorded_schedule, save_chrome_trace
 from lightning_pipeline.schedules.records import Pipelines, RecordFile, read_records

@@ -21,8 +21,8 @@ from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.partition.compiled import is_compiled
-from lightning_pipeline.partition.microbatch import microbatches_of
 from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.planning.observing import Step, gradients_apart
 from lightning_pipeline.planning.plan import StagePlan

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.partition.microbatch import microbatches_of
+from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.strategy import partitioner
 from tests.habits.table import HABITS, Habit, load

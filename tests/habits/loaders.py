@@ -176,3 +176,30 @@ class BatchIndexUsed(Layers):
         progress = (self.current_epoch * trainer.num_training_batches + batch_idx) / trainer.estimated_stepping_batches
         self.ids.append((batch_idx, trainer.num_training_batches, trainer.is_last_batch, round(progress, 6)))
         return super().training_step(batch, batch_idx) * (1 - 0.5 * progress)
+
+
+@habit(plain=False)
+class UnlabelledBatchesAreLarger(Evaluated):
+    """As FixMatch has them: each loader's batch is split by itself, and the last ones differ in another way."""
+
+    def train_dataloader(self) -> Any:
+        loaders = {"labelled": DataLoader(samples(12, 1), 4), "unlabelled": DataLoader(samples(43, 3), 12)}
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x, y), (others, _) = batch["labelled"], batch["unlabelled"]
+        logits = self.head(self.features(torch.cat([x, others])))
+        confident = logits[len(x) :].softmax(-1).amax(-1).mean()
+        self.log("loss", loss := F.cross_entropy(logits[: len(x)], y) + 0.1 * confident, on_epoch=True)
+        return loss
+
+
+@habit(plain=False, shows=False)
+class LoadersInAList(UnlabelledBatchesAreLarger):
+    def train_dataloader(self) -> Any:
+        return CombinedLoader(list(super().train_dataloader().iterables.values()), "max_size")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        labelled, unlabelled = batch
+        first = labelled if labelled is not None else unlabelled
+        return super().training_step({"labelled": first, "unlabelled": unlabelled or labelled}, batch_idx)

@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from transformers import BatchEncoding
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.microbatch import (
-    batch_size,
-    microbatches_of,
-    num_samples,
-    refuse_list_of_samples,
-    signature,
-    split_batch,
-)
+from lightning_pipeline.partition.batches import microbatches_of, refuse_list_of_samples
+from lightning_pipeline.partition.microbatch import batch_size, num_samples, signature, split_batch
 
 
 class Pair(NamedTuple):

@@ -21,7 +21,8 @@ from torchmetrics import SumMetric
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.partition.microbatch import ListsOfSamples, microbatches_of, split_batch
+from lightning_pipeline.partition.batches import ListsOfSamples, microbatches_of
+from lightning_pipeline.partition.microbatch import split_batch
 from lightning_pipeline.strategy.outputs import combine
 from tests.launching import PATIENCE_S, launch
 from tests.training.runs import QUIET, pipeline_trainer, plain_trainer

@@ -1,0 +1,132 @@
+"""Batches as loaders give them to a module's steps, and the micro-batches that its steps are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.microbatch import WAY_OUT, batch_size, split_batch
+from lightning_pipeline.partition.users_code import users_line
+
+
+class ListsOfSamples(list[Any]):
+    """Micro-batches that are lists of samples."""
+
+
+class OneBatch:
+    """The iterator over one batch or micro-batch that a step gets as its ``dataloader_iter``.
+
+    Attributes:
+        place: the indices of the batch and of the dataloader, which it yields with the batch.
+    """
+
+    # Of the class, as an attribute of the instance would count as a part of the batch, which changes each time.
+    place: ClassVar[tuple[int, int]] = (0, 0)
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if not hasattr(self, "batch"):
+            raise NotImplementedError(
+                f"{users_line()} takes a second batch from the dataloader_iter within one step, and stages have one "
+                f"for each: let the loader give both together, or train with num_stages=1"
+            )
+        batch = self.__dict__.pop("batch")
+        return batch, *self.place
+
+
+def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
+    """Split a batch by the module's ``split_batch`` if it has one, else by the function of this name.
+
+    A batch norm in training has no statistics of a single sample. If the module has one, a batch is split into fewer
+    micro-batches rather than into some with a single sample. A batch of several training loaders, of which each has
+    another number of samples, is split loader by loader.
+
+    Raises:
+        ValueError: the module's ``split_batch`` did not return a list of micro-batches; or as `split_batch`.
+    """
+    if isinstance(batch, OneBatch):
+        return [OneBatch(part) for part in microbatches_of(batch.batch, num_microbatches, module)]
+    split = getattr(module, "split_batch", None)
+    if split is None and (parts := _by_loaders(batch, num_microbatches, module)):
+        return parts
+    if split is None:
+        parts = split_batch(batch, num_microbatches)
+        if len(parts) > 1 and batch_size(parts[-1]) == 1 and _trains_batch_norm(module):
+            size = batch_size(batch)
+            assert size is not None
+            parts = split_batch(batch, size // 2)
+        return parts
+    found = split(batch, num_microbatches)
+    if not isinstance(found, (list, tuple)) or not found:
+        what = f"an empty {type(found).__name__}" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+        raise ValueError(
+            f"{type(module).__name__}.split_batch returned {what}; it has to return a list of micro-batches"
+        )
+    are_lists = isinstance(batch, list) and all(isinstance(part, list) for part in found)
+    return ListsOfSamples(found) if are_lists and sum(map(len, found)) == len(batch) else list(found)
+
+
+def _by_loaders(batch: Any, num_microbatches: int, module: nn.Module) -> list[Any]:
+    """Split a batch of several loaders that differ in their number of samples, as of labelled and unlabelled ones, each
+    into equally many parts; [] for other batches.
+    """
+    loaders = _training_loaders(module)
+    if isinstance(loaders, dict):
+        matches = isinstance(batch, dict) and batch.keys() == loaders.keys()
+    else:
+        matches = isinstance(loaders, (list, tuple)) and type(batch) in (list, tuple) and len(batch) == len(loaders)
+    if not matches:
+        return []
+    entries = list(batch.values() if isinstance(batch, dict) else batch)
+    sizes = {batch_size(entry) or 0 for entry in entries if entry is not None}  # one that has run out gives None
+    if len(sizes) < 2 or 0 in sizes:
+        return []
+    count = min(num_microbatches, *sizes)
+    if _trains_batch_norm(module):
+        count = max(1, min(count, min(sizes) // 2))
+    parts = [[entry] * count if entry is None else split_batch(entry, count) for entry in entries]
+    each = zip(*parts, strict=True)
+    return [dict(zip(batch, part, strict=True)) if isinstance(batch, dict) else type(batch)(part) for part in each]
+
+
+def _training_loaders(module: nn.Module) -> Any:
+    """What `train_dataloader` gave the Trainer whose training runs; None without one."""
+    with suppress(RuntimeError, AttributeError):  # of a LightningModule without a Trainer, and of another module
+        trainer: Any = module.trainer
+        return trainer.train_dataloader if trainer.training else None
+    return None
+
+
+def _trains_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(part, _torch.BatchNorm) and part.training for part in module.modules())
+
+
+def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:
+    """Raise for a batch that is a list of samples, which would be split within each of them.
+
+    Args:
+        loaders_size: the batch size that the loader was given; None if that is not known.
+
+    Raises:
+        ValueError: the list has as many items, all alike, and their tensors have another length, or are nested.
+    """
+    if type(batch) is not list or loaders_size is None or not len(batch) == loaders_size > 1:
+        return
+    size, layouts = batch_size(batch), [tree.flatten(item)[1] for item in batch]
+    is_nested = not isinstance(batch[0], Tensor) and loaders_size > 2
+    if any(type(one) is not type(layouts[0]) for one in layouts) or (size == loaders_size and not is_nested):
+        return
+    raise ValueError(
+        f"the batch is a list of {loaders_size} items, the loader's batch size, so each of them seems to be a sample, "
+        f"and to split their tensors would cut every sample into pieces: stack the samples in collate_fn, or {WAY_OUT}"
+    )
