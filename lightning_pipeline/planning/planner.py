@@ -122,7 +122,8 @@ def _best_cuts(
             found += [(fineness, plan) for plan in plans]
         tried = calls
     if not found:
-        names, most_stages = ", ".join(repr(call.name) for call in tried) or "none", max(1, len(tried))
+        names = ", ".join(repr(call.name) for call in tried) or "none of them once"
+        most_stages = max(1, len(tried))
         raise NothingToCutError(
             f"{type(profile.root).__name__} is to be cut into {schedule.num_stages} stages, and its {profile.step} "
             f"calls {len(tried)} module{'s' * (len(tried) != 1)} that a stage can begin with ({names}): use "
