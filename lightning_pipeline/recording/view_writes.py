@@ -159,6 +159,8 @@ def bring_base(
         with _torch.DisableTorchFunction():
             whole = operands[slot]._base
         base = operands[slot] if whole is None else whole
+        if recording.tensors.number_of(base) is not None:  # a view of it that a hook has made
+            continue
         known.coming = views_of(base)
         if not known.coming:
             continue

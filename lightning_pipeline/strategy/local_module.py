@@ -182,7 +182,8 @@ class LocalModule:
             for name, tensor in named_tensors(module):
                 if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
                     partial.setdefault(id(tensor), (name, tensor))
-        found = self._obstacle([tensor for _, tensor in partial.values() if is_absent(tensor)], num_processes)
+        absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
+        found = self._most(self._obstacle(absent, num_processes))
         if found[0] != _NONE:
             rank_zero_warn(
                 f"the module stays in parts after this run, as {_OBSTACLES[int(found[0])]}: "
@@ -201,12 +202,16 @@ class LocalModule:
         for name, tensor in named_tensors(self._module):
             if name in self.placement.present:
                 left.setdefault(id(tensor), (name, tensor, self.placement.present[name][0]))
-        if self._obstacle([tensor for _, tensor, _ in left.values() if is_absent(tensor)], num_processes)[0] == _NONE:
+        absent = [tensor for _, tensor, _ in left.values() if is_absent(tensor)]
+        assert self._transport is not None  # or nothing would be left in parts
+        numbers = self._obstacle(absent, num_processes)
+        # The stages of one replica alone: an error may have left others whole.
+        if self._transport.all_gather_vector(numbers, "what an earlier run has left").amax(0)[0] == _NONE:
             self._spread([*left.values()])
             self.placement.present.clear()
 
-    def _obstacle(self, absent: Sequence[Tensor], num_processes: int) -> list[float]:
-        """Why some rank cannot have these tensors, and how many the most are."""
+    def _obstacle(self, absent: Sequence[Tensor], num_processes: int) -> Tensor:
+        """Why this rank cannot have these tensors, and how many they are."""
         obstacle = _NONE
         if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
             obstacle = _SLICES
@@ -214,7 +219,7 @@ class LocalModule:
             obstacle = _META
         elif sum(TensorSpec.of(tensor).num_bytes for tensor in absent) * num_processes > available_bytes() // 2:
             obstacle = _MEMORY
-        return self._most(torch.tensor([obstacle, len(absent)], dtype=torch.float64))
+        return torch.tensor([obstacle, len(absent)], dtype=torch.float64)
 
     def _most(self, numbers: Tensor) -> list[float]:
         """The maximum of each over all stages and replicas."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 from tests.habits.modules import CLASSES, WIDTH, Layers
-from tests.habits.table import error, habit
+from tests.habits.table import habit
 
 
 class Middle(Layers):
