@@ -57,9 +57,9 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
     if isinstance(batch, OneBatch):
         return [OneBatch(part) for part in microbatches_of(batch.batch, num_microbatches, module)]
     split = getattr(module, "split_batch", None)
-    if split is None and (parts := _by_loaders(batch, num_microbatches, module)):
-        return parts
     if split is None:
+        if parts := _by_loaders(batch, num_microbatches, module):
+            return parts
         parts = split_batch(batch, num_microbatches)
         if len(parts) > 1 and batch_size(parts[-1]) == 1 and _trains_batch_norm(module):
             size = batch_size(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -111,8 +111,8 @@ def _listed_samples(tensors: list[Tensor], layout: Layout) -> int | None:
     """
     if not (isinstance(layout, Dictionary) or _is_list(layout)):
         return None
-    fields: tuple[Layout, ...] = layout.items  # type: ignore[union-attr]
-    lists = [field for field in fields if isinstance(field, Sequence) and _is_list(field)]
+    fields: tuple[Layout, ...] = layout.items
+    lists = [field for field in fields if _is_list(field)]
     sizes = {len(field.items) for field in lists if _has_dictionaries(field)}
     if len(sizes) != 1 or sizes == {0}:
         return None
@@ -127,8 +127,8 @@ def _listed_samples(tensors: list[Tensor], layout: Layout) -> int | None:
         elif isinstance(field, Constant):
             matches = getattr(field.value, "shape", ())[:1] in ((), (size,))
         else:
-            matches = isinstance(field, Sequence) and _is_list(field) and len(field.items) == size
-            if isinstance(field, Sequence) and stacked and size > 1:
+            matches = _is_list(field) and len(field.items) == size
+            if _is_list(field) and stacked and size > 1:
                 is_stacked = {length for _, length in _lengths(tensors, field)} == {size}
                 # a list of stacked tensors has an item for each field
                 matches &= _has_dictionaries(field) or _holds_samples(field, points) or not is_stacked
@@ -137,7 +137,7 @@ def _listed_samples(tensors: list[Tensor], layout: Layout) -> int | None:
     return size
 
 
-def _is_list(layout: Layout) -> bool:
+def _is_list(layout: Layout) -> TypeGuard[Sequence]:
     return isinstance(layout, Sequence) and layout.type in (list, tuple)
 
 
@@ -224,7 +224,7 @@ def _are_fields(layout: Sequence) -> bool:
     """Whether a list or tuple has several lists of one length, such as texts and labels. A list of lists may be of
     samples, such as their tokens, but not one of tuples, as torch's default_collate makes them.
     """
-    lists = [item for item in layout.items if isinstance(item, Sequence) and item.type in (list, tuple)]
+    lists = [item for item in layout.items if _is_list(item)]
     if len(lists) < max(2, len(layout.items)) or len({len(item.items) for item in lists}) > 1:
         return False
     return layout.type is tuple or all(item.type is tuple for item in lists)

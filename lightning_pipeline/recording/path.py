@@ -60,8 +60,15 @@ def follow(
     for value, tensor in zip(inputs, call_tensors, strict=True):
         if _is_module_tensor(value) and recording.tensors.is_replicated(-1 - value):
             recording.recorder.used[memory_of(tensor)] = -1 - value
-    recording.note_written({-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])})
+    note_written(recording, {-1 - inputs[slot] for slot, _ in result.writes if _is_module_tensor(inputs[slot])})
     return event
+
+
+def note_written(recording: Recording, numbers: set[int]) -> None:
+    """A stage writes into these tensors of the module, so that from now on stages alone compute with them."""
+    if not numbers <= recording.tensors.written:
+        recording.tensors.written |= numbers
+        recording.recorder.forget_paths()
 
 
 def _check_written(recording: Recording, value: Any) -> None:

@@ -346,12 +346,6 @@ class Recording(TorchFunctionMode):
         if self.checkpoints.note(event, self.recorder.num_stages):
             self._placing = None
 
-    def note_written(self, numbers: set[int]) -> None:
-        """A stage writes into these tensors of the module, so that from now on stages alone compute with them."""
-        if not numbers <= self.tensors.written:
-            self.tensors.written |= numbers
-            self.recorder.forget_paths()
-
     @property
     def placing(self) -> Placing:
         """Where the events so far run."""

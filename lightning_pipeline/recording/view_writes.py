@@ -33,7 +33,7 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.kept_views import arguments_again
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE
-from lightning_pipeline.recording.path import answer, follow, inspect
+from lightning_pipeline.recording.path import answer, follow, inspect, note_written
 from lightning_pipeline.recording.views import Views
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _bring_views_of_buffer(recording: Recording, number: int) -> bool:
     if memory in recording.memory.exposed or not {*map(id, views_of(buffer))} <= {*map(id, views)}:
         refuse_shared()
     if views:
-        recording.note_written({number})
+        note_written(recording, {number})
     for view in views:
         stand_for(recording, view, recording.__torch_function__(part_of, (), (buffer, *_part(view, buffer))))
     return bool(views)

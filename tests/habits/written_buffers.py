@@ -76,13 +76,18 @@ class BankFilledBySanityCheck(WritesInEvaluation):
 
 
 @habit(calls=("test",), observed=OBSERVED, plain=False, shows=False)
-class WeightsWrittenInTest(WritesInEvaluation):
+class PrototypesWrittenInTest(WritesInEvaluation):
+    """Weights that no module of a stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes = nn.Parameter(torch.zeros(CLASSES, WIDTH), requires_grad=False)
+
     def test_step(self, batch: Any, batch_idx: int) -> Any:
         hidden = self.features(batch[0])
-        with torch.no_grad():
-            self.head.bias += self.head(hidden).mean(0)
-            self.layers[0].linear.bias.mul_(hidden.mean())
-        return super().test_step(batch, batch_idx)
+        for label in range(CLASSES):
+            self.prototypes[label] += hidden[batch[1] == label].sum(0)
+        self.log("distance", torch.cdist(hidden, self.prototypes).mean())
 
 
 @habit(calls=("test",), observed=OBSERVED, plain=False, shows=False)
@@ -142,23 +147,6 @@ class SpectralNormOnTwoStages(WrittenOnOneStageOfTwo):
 
     def on_train_batch_end(self, *args: Any) -> None:
         pass
-
-
-@habit(plain=False, shows=False, batches=7, epochs=1)
-class SpectralNormByHand(SpectralNormOnTwoStages):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def make(self) -> nn.Module:
-        return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        for part in ("hx", "h"):
-            optimizer.zero_grad()
-            self.manual_backward(self.turn(batch[0], part))
-            optimizer.step()
 
 
 class WritesIntoViews(Layers):
@@ -230,8 +218,8 @@ class OlderRowsOfWrittenBuffer(WritesIntoViews):
 @habit(observed=VIEWS, plain=False)
 class PartsOfBufferWritten(WritesIntoViews):
     def write(self, hidden: Tensor, labels: Tensor, index: int) -> None:
-        self.bank[:2] = hidden[:2]
         self.bank[2:, :4].copy_(hidden[:2, 4:])
+        self.bank[:2] = hidden[:2]
         torch.mul(self.bank[3], hidden.mean(), out=self.bank[3])
         self.bank.T[1].add_(hidden.std())
         self.bank.view(-1)[8:12] -= hidden[0, :4]
