@@ -87,16 +87,15 @@ class Stops(L.Callback):
 
 def refit_elsewhere(world: int, folder: Path) -> dict[str, Any]:
     """A run ends in an error that is caught, and the module goes into another, cut elsewhere."""
-    module = LitHuggingFace()
-    for callbacks in ([Stops()], []):
-        strategy = PipelineStrategy(num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
+    module = LitTokens()
+    for callbacks, stages in (([Stops()], gpt_stages(2)), ([], {"net.blocks.1": 1})):
+        strategy = PipelineStrategy(stage_config=stages, num_stages=2, num_microbatches=2, timeout=PATIENCE_S)
         trainer = L.Trainer(strategy=strategy, devices=world, max_epochs=1, callbacks=callbacks, **QUIET)
         if callbacks:
             with pytest.raises(ValueError, match="stopped"):
                 trainer.fit(module, token_loader(8, 4))
             with pytest.raises(RuntimeError, match=r"where an error has ended the run, load a checkpoint into a new"):
                 module.state_dict()
-            module.stage_config = {"model.transformer.ln_f": 1}
         else:
             trainer.fit(module, token_loader(8, 4))
     trainer.save_checkpoint(folder / "refitted.ckpt")
