@@ -40,6 +40,8 @@ def installed(session: Session) -> ExitStack:
     pipeline, owner_computes = session.pipeline, session.stages.owner_computes
     silence_sync_warning()
     with ExitStack() as stack:
+        if not session.is_single_process:
+            stack.callback(leave_synced_over, None if session.replicas is None else session.replicas.group)
         override: Override = stack.enter_context(overridden())
         # Lightning gets a step's result when its backward has already run, so backward only publishes gradients.
         backwards_met(strategy.precision_plugin, session.run_backward, override)
@@ -60,7 +62,6 @@ def installed(session: Session) -> ExitStack:
             refuse_states_in_hooks(module, session.optimizers.refused_in, override)
         if not session.is_single_process:
             _let_many_agree(session, override)
-            stack.callback(leave_synced_over, None if session.replicas is None else session.replicas.group)
             stack.enter_context(shared_statistics(module, session.replicas))
         if not session.gets_batches:  # their tensors are on the meta device
             skip_before_transfer(module, override)

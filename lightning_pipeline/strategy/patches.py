@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -14,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import plain
-from lightning_pipeline.partition.overrides import InPlaceOf, overridden
+from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 
-from .._lightning import BasePredictionWriter, LayerSync, Trainer
+from .._lightning import BasePredictionWriter, LayerSync, Strategy, Trainer
 from .lightning_private import Override
 
 
@@ -59,9 +56,9 @@ def agree_on_overflow(scaler: GradScaler, device: torch.device, override: Overri
 
 def sync_over(replicas: dist.ProcessGroup | None, override: Override) -> None:
     """Make metrics synchronise over the replicas of a stage only, wherever they are kept: all stages have the same
-    states.
+    states. This holds for as long as there is the process group.
     """
-    original = Metric.sync
+    original, world = Metric.sync, dist.group.WORLD
 
     def sync(
         metric: Metric,
@@ -70,46 +67,28 @@ def sync_over(replicas: dist.ProcessGroup | None, override: Override) -> None:
         should_sync: bool = True,
         distributed_available: Any = None,
     ) -> None:
-        if process_group is None and metric.process_group is None:
-            dist_sync_fn, process_group = _original(dist_sync_fn), replicas
-            available = _original(distributed_available or metric.distributed_available_fn)
-            distributed_available = available if replicas is not None else _never
+        if process_group is None and metric.process_group is None and dist.group.WORLD is world:
+            process_group = replicas
+            should_sync = should_sync and replicas is not None
         original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
     override(Metric, "sync", sync)
 
 
 def leave_synced_over(replicas: dist.ProcessGroup | None) -> None:
-    """Let the metrics of a run that is over go on as in it: one that is computed later must not count every stage, as
-    long as there is the process group.
+    """After a run: let metrics go on as in it, until a Trainer begins its next, whatever its strategy. One that is
+    computed meanwhile must not count every stage.
     """
-    world = id(dist.group.WORLD)
-    # Partials and `InPlaceOf`, as metrics are copied and pickled with their functions.
-    for metric in gc.get_objects():
-        if issubclass(type(metric), Metric) and getattr(metric, "process_group", world) is None:
-            available, gather = map(_original, (metric.distributed_available_fn, metric.dist_sync_fn))
-            has_replicas = partial(_has_replicas, available, world, replicas is not None)
-            metric.distributed_available_fn = InPlaceOf(available, has_replicas)
-            if replicas is not None:
-                synced = partial(_gathered_over, gather or gather_all_tensors, world, replicas)
-                metric.dist_sync_fn = InPlaceOf(gather, synced)
+    left = ExitStack()
+    override = left.enter_context(overridden())
+    sync_over(replicas, override)
+    set_up = Strategy.setup_environment
 
+    def setup_environment(strategy: Strategy) -> None:
+        left.close()
+        set_up(strategy)
 
-def _never() -> bool:
-    return False
-
-
-def _original(function: Any) -> Any:
-    return function.original if isinstance(function, InPlaceOf) else function
-
-
-def _has_replicas(available: Callable[[], bool], world: int, answer: bool) -> bool:
-    """`answer` while the process group is the same, and what `available` says afterwards."""
-    return answer if id(dist.group.WORLD) == world else available()
-
-
-def _gathered_over(gather: Any, world: int, replicas: dist.ProcessGroup, tensor: Tensor, group: Any = None) -> Any:
-    return gather(tensor, group=replicas if id(dist.group.WORLD) == world else group)
+    override(Strategy, "setup_environment", setup_environment)
 
 
 def convert_batch_norms(
