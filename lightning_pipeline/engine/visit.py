@@ -99,9 +99,8 @@ class Visit:
         if not inside.is_posted:
             inside.is_posted = True
             assert self._transport is not None
-            sent_spec = state.program.sent_spec
             inside.arriving = [
-                self._transport.recv(wire(sent_spec(strand.value)), self._rank_before, Channel.FORWARD)
+                self._transport.recv(wire(state.program.sent_spec(strand.value)), self._rank_before, Channel.FORWARD)
                 for strand in self._receives(state)
                 if strand.value >= 0
             ]
@@ -280,8 +279,7 @@ class Visit:
 
     def _pass_over(self, state: Microbatch) -> None:
         """Receive and send gradients without computing any, so that every posted receive is matched."""
-        inside = state.on(self.visit)
-        self._gradients(state, inside)
+        self._gradients(state, state.on(self.visit))
         assert state.program is not None
         self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
 

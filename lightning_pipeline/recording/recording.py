@@ -262,12 +262,10 @@ class Recording(TorchFunctionMode):
     def capture(self, tensor: Tensor) -> None:
         if self.provenance is not None:
             self.provenance.note_captured(len(self.captured), tensor)
+        self.captured.append(tensor)
         memory = self.memory
         if (memory.exposed or memory.copied) and memory_of(tensor) in (memory.exposed | memory.copied):
-            self.captured.append(tensor)
             self.copy_captured(len(self.captured) - 1)
-            return
-        self.captured.append(tensor)
 
     def copy_captured(self, place: int) -> None:
         """Take along a copy of what has been captured, as the step's Python writes into its memory."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from lightning_pipeline.partition.overrides import Override
 from lightning_pipeline.partition.placeholder import AbsentDataError
 from lightning_pipeline.partition.rng import global_states, set_global_states
 
 from .._lightning import LightningModule, rank_zero_warn
-from .lightning_private import Override
 
 
 def log_graphs(module: LightningModule, device: torch.device, broadcast: Callable[[Any], Any]) -> bool:

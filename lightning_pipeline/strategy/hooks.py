@@ -12,12 +12,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
 
 from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
-from .lightning_private import Override, call_before_checkpoints, call_hooks_within
+from .lightning_private import call_before_checkpoints, call_hooks_within
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.overrides import InPlaceOf, overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
 from .._lightning import Trainer, TrainerFn
 from .graph_logging import skip_graphs
 from .hooks import follow_hooks, refuse_states_in_hooks
 from .lightning_private import (
-    Override,
     call_before_update,
     compare_parameters_by_identity,
     let_steps_be_skipped,

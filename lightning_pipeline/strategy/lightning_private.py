@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline._names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_pipeline._registration import is_pipeline
-from lightning_pipeline.partition.overrides import InPlaceOf, overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.runtime.backends import HOST, backend_for, warm_up
 
 from .._lightning import (
@@ -50,9 +50,6 @@ from .._lightning import (
     rank_zero_warn,
     trainer_of,
 )
-
-Override = Callable[[Any, str, Any], None]
-"""Sets an attribute of an object until the run ends (`overridden`)."""
 
 
 def connect_processes(
@@ -108,9 +105,7 @@ def say_which_import() -> None:
 
 
 def let_modules_be_compiled() -> None:
-    """Let a Trainer with this strategy take a compiled LightningModule, which Lightning allows for a fixed list of
-    strategies.
-    """
+    """Let a Trainer with this strategy take a compiled LightningModule; Lightning has a fixed list of strategies."""
     verify = trainer_of._verify_strategy_supports_compile
 
     def verify_others(model: LightningModule, strategy: Any) -> None:
@@ -215,9 +210,7 @@ def leave_modules_unnamed(trainer: Trainer) -> None:
 
 
 def total_batches(trainer: Trainer) -> int:
-    """Training batches so far, across epochs and resumptions. The public `global_step` counts optimizer steps, which
-    accumulate several batches.
-    """
+    """Training batches so far, across epochs and resumptions. The public `global_step` counts optimizer steps."""
     return trainer.fit_loop.epoch_loop.total_batch_idx
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.engine.collectives import over_replicas
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
 from lightning_pipeline.planning.observing import called_names
 from lightning_pipeline.planning.planner import ALIKE
@@ -30,7 +30,6 @@ from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import DummyLogger, LightningModule, Logger, is_param_in_hook_signature, rank_zero_only
-from .lightning_private import Override
 from .manual import losses_noted
 from .outputs import loss_in
 from .patches import own_statistics

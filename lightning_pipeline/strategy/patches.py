@@ -15,12 +15,11 @@ from torchmetrics import Metric
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import plain
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 
 from .._lightning import BasePredictionWriter, LayerSync, Strategy, Trainer
-from .lightning_private import Override
 
 
 def silence_writers(trainer: Trainer, override: Override) -> None:

@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.overrides import Override
 from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.recording.one_rank import note_rank_asked, note_rank_zero_only, with_data
 from lightning_pipeline.recording.patched_torch import running_recording
 
 from .._lightning import LightningModule
-from .lightning_private import Override
 
 
 def note_rank() -> None:

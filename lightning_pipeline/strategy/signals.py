@@ -8,9 +8,10 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+from lightning_pipeline.partition.overrides import Override
+
 from .._lightning import LightningModule, SIGTERMException, TrainerFn, rank_zero_info
 from .lightning_private import (
-    Override,
     call_before_each_batch,
     replace_signal_handlers,
     requeue_slurm_job,

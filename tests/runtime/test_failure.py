@@ -257,23 +257,22 @@ def test_first_failure_counts(store: dist.Store) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "pipeline-failure-notice"]
 
 
-def test_consequences_are_shown_as_one_line(store: dist.Store, capfd: pytest.CaptureFixture[str]) -> None:
-    hook = sys.excepthook
-    try:
-        for error, shown in {
-            ValueError("of rank 1"): "ValueError: of rank 1",
-            ValueError("the cause"): "[rank1]: ValueError: the cause, as on rank 0",
-            RuntimeError("[pair.cc:553] Connection closed by peer [::1]:5"): "; then rank 1 lost its connections",
-            RuntimeError("of its own. And more."): "; then rank 1 met RuntimeError: of its own",
-            PeerFailedError("rank 0 failed: x\nrank 1 was waiting", Failure(0, "x")): "; rank 1 was waiting",
-        }.items():
-            first, second = notices(store, world=2)
-            first.publish(ValueError("the cause"))
-            second.fail(error)
-            sys.excepthook(type(error), error, None)
-            (told,) = capfd.readouterr().err.splitlines()
-            assert told.endswith(shown)
-            assert told == shown or told.startswith("[rank1]: rank 0 failed: ")
-            first.close()
-    finally:
-        sys.excepthook = hook
+def test_consequences_are_shown_as_one_line(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for error, shown in {
+        ValueError("of rank 1"): "ValueError: of rank 1",
+        ValueError("the cause"): "[rank1]: ValueError: the cause, as on rank 0",
+        RuntimeError("[pair.cc:553] Connection closed by peer [::1]:5"): "; then rank 1 lost its connections",
+        RuntimeError("of its own. And more."): "; then rank 1 met RuntimeError: of its own",
+        PeerFailedError("rank 0 failed: x\nrank 1 was waiting", Failure(0, "x")): "; rank 1 was waiting",
+    }.items():
+        first, second = notices(store, world=2)
+        first.publish(ValueError("the cause"))
+        second.fail(error)
+        sys.excepthook(type(error), error, None)
+        (told,) = capfd.readouterr().err.splitlines()
+        assert told.endswith(shown)
+        assert told == shown or told.startswith("[rank1]: rank 0 failed: ")
+        first.close()
