@@ -212,7 +212,7 @@ x = self.blocks[{i}](x=x) if "Nested" not in self.kinds else self.blocks[{i}](x)
 with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t): x = self.blocks[{i}](x)
 g = torch.func.grad(lambda v: self.blocks[{i}].linear(v).square().sum())(x.detach()); x = x + g * 0.1
 x = x + torch.func.vmap(self.blocks[{i}].linear)(x)
-j = torch.autograd.functional.jacobian(self.blocks[{i}].linear, x[0].detach()); x = x + j.mean()
+x = x + torch.autograd.functional.jacobian(self.blocks[{i}].linear, x[0].detach()).mean() if torch.is_grad_enabled() else x
 (g,) = torch.autograd.grad(x.sum(), h[-1], retain_graph=True, allow_unused=True) if x.requires_grad and h[-1].requires_grad else (None,); x = x if g is None else x + 0.1 * g
 x = x + (self.trainer.callback_metrics.get("f0", torch.zeros(())) * 0.1)
 x = torch.nan_to_num(x / (x - x.detach()), 0.1, 0.2, 0.3) * 0.1 + x
