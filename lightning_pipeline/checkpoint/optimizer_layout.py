@@ -67,7 +67,12 @@ class OptimizerLayout:
         self.note_new_groups(module)
 
     def note_new_groups(self, module: nn.Module) -> None:
-        """Take in groups that were added to the optimizer since, as finetuning callbacks add them."""
+        """Take in groups that were added to the optimizer since, as finetuning callbacks add them, or removed."""
+        before, now = list(map(len, self.groups)), [len(group["params"]) for group in self.optimizer.param_groups]
+        if now == before:
+            return
+        if now[: len(before)] != before:
+            self.groups, self.dtypes, self._given = [], {}, []
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, group in enumerate(self.optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
             missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]

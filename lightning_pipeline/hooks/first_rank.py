@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
+from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
@@ -55,9 +56,10 @@ class _Call(NamedTuple):
 
 
 class _Over(NamedTuple):
-    """The first rank is at the end of the hook, and there training is to stop, or not."""
+    """The first rank is at the end of the hook, and there training is to stop, or not; what it has changed."""
 
     stops: bool
+    changed: tuple[Changed, ...]
 
 
 class _Answer(NamedTuple):
@@ -68,11 +70,22 @@ class _Answer(NamedTuple):
 
 
 class FirstRank:
-    """Follows the first rank through hooks in which ranks may do different things."""
+    """Follows the first rank through hooks in which ranks may do different things.
 
-    def __init__(self, direct: DirectTransport, keys: TensorKeys) -> None:
+    Attributes:
+        changes: of the module's tensors, by this rank.
+    """
+
+    def __init__(self, module: nn.Module, direct: DirectTransport, keys: TensorKeys) -> None:
         self._direct = direct
         self._keys = keys
+        self.changes = FirstRankChanges(module, direct)
+
+    def begin(self) -> None:
+        """The hook asks for the rank."""
+        if self._direct.rank:
+            self._keys.hold()
+        self.changes.begin()
 
     def meet(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
         """Come to a call. Returns None if all ranks run it; else, on the first rank, the tensors that it wants.
@@ -114,7 +127,10 @@ class FirstRank:
             The same, as the first rank has it: it alone may have run the code that decides.
         """
         if not self._direct.rank:
-            self._direct.tell(_Over(stops))
+            changed = self.changes.found()
+            self._direct.tell(_Over(stops, changed))
+            if changed:
+                self.changes.give(changed)
             return stops
         while type(call := self._direct.hear(0, "the end of a hook on the first rank")) is not _Over:
             if type(call) is not _Call:
@@ -123,6 +139,8 @@ class FirstRank:
                     f"that asks for the rank: let every rank run it, as trainer.save_checkpoint"
                 )
             self._give(call)
+        if call.changed:
+            self.changes.take(call.changed)
         return call.stops
 
     def _next_call(self, line: str) -> _Call:

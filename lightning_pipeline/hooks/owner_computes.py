@@ -81,9 +81,11 @@ class OwnerComputes(TorchFunctionMode):
         self.states = OptimizerStates(self._exchanges, self._keys, self._rank)
         self.saved = SavedStates(self._exchanges, self._keys, self._rank)
         self.lending = Lending(direct, self._keys)
-        self._first_rank = FirstRank(direct, self._keys)
+        self._first_rank = FirstRank(module, direct, self._keys)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_hook.is_rank_known:
+            self._first_rank.changes.note(func, args)
         if is_partial(args) or (kwargs and is_partial(kwargs.values())):
             return self._meet(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -99,7 +101,7 @@ class OwnerComputes(TorchFunctionMode):
             yield
             return
         in_hook.on, in_hook.is_rank_known = True, False
-        in_hook.when_rank_known = self._keys.hold if self._rank else None
+        in_hook.when_rank_known = self._first_rank.begin
         self._gradients.forget()
         in_hook.thread = threading.get_ident()
         before = self._exchanges.number
@@ -163,7 +165,7 @@ class OwnerComputes(TorchFunctionMode):
         number = self._exchanges.number
         vars(self).update(vars(other))
         self._exchanges.number += number
-        in_hook.when_rank_known = self._keys.hold if self._rank else None
+        in_hook.when_rank_known = self._first_rank.begin
 
     def make_whole(self, num_processes: int) -> None:
         """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.

@@ -15,7 +15,7 @@ from lightning_pipeline.partition.gradient_hooks import HOOKS, hook_of_tensor, r
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_code import users_line
-from lightning_pipeline.recording.event import GRADIENTS_SWITCHED, Event
+from lightning_pipeline.recording.event import GRADIENTS_SWITCHED, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import NOTHING, UNKNOWN, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
@@ -326,7 +326,7 @@ def _new_call(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]
     if len(visits) != 1:
         raise NotImplementedError(
             f"{function_name(func)} goes back over {_shown(recorder, visits)} ({users_line()}): gradients within "
-            f"a step can be had within one stage. {_way_out(recorder, visits)}"
+            f"a step can be had within one stage. {_way_out(recording, visits)}"
         )
     [visit] = visits
     result = graph.result(visit, func, call, inputs, specs, recorder.inference)
@@ -342,10 +342,17 @@ def _shown(recorder: Recorder, visits: Iterable[int]) -> str:
     return f"what stages {' and '.join(map(str, stages))} compute"
 
 
-def _way_out(recorder: Recorder, visits: Mapping[int, Sequence[int]]) -> str:
+def _way_out(recording: Recording, visits: Mapping[int, Sequence[int]]) -> str:
+    recorder = recording.recorder
     modules = [_modules_of(recorder, visits[visit]) for visit in sorted(visits)]
     if len({visit % recorder.num_stages for visit in visits}) == 1:
-        return "Take the gradients of each part where it is computed"
+        meetings = [event for event in recording.event.path() if event.function is MICROBATCHES_MEET]
+        if not meetings:
+            return "Take the gradients of each part where it is computed"
+        return (
+            f"All micro-batches met in between, for {meetings[-1].call.args[0]} ({meetings[-1].line}): make that call "
+            f"before what is differentiated is computed, or after its gradients are taken"
+        )
     named = f" ({'; '.join(map(', '.join, modules))})" if all(modules) else ""
     return f"Put these modules on one stage{named}, or differentiate with respect to what its first module is given"
 

@@ -182,8 +182,10 @@ class Program:
                 if isinstance(value, EarlierValue):
                     self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
                     self.comes_back |= value.visit != event.visit
-            for value in dict.fromkeys(event.inputs):
-                is_use = is_differentiable(event) or event.function is torch.autograd.grad
+            differentiates = is_differentiable(event) or event.function is torch.autograd.grad
+            for value, spec in dict(zip(event.inputs, event.specs, strict=True)).items():
+                # A use for which the parameter was frozen takes the parameter itself, as no gradient comes from it.
+                is_use = differentiates and spec.requires_grad
                 if type(value) is int and (value >= 0 or (value in self.homes and is_use)):
                     uses.setdefault(value, []).append(number)
                     if before is not None and value not in self.homes:

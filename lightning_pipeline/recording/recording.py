@@ -105,7 +105,7 @@ class Recording(TorchFunctionMode):
         self.seeds: list[int] = []
         self.overwritten: set[int] = set()
         self.of_stages: set[int] = set()
-        self.num_draws = 0
+        self.num_draws = self.num_aside = 0
         self.is_simple = not recorder.has_hooks
         self.reads: list[int] = []
         self.module_reads: list[int] = []
@@ -130,7 +130,6 @@ class Recording(TorchFunctionMode):
         self.num_modes = 0
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, tuple[Event, Event | None]] = {}
-        self.num_aside = 0
         self.copied_from: dict[int, Tensor] = {}
         self.outdated: dict[int, Tensor] = {}
         self.rank_asked_at: set[tuple[CodeType, int]] = set()
@@ -160,10 +159,12 @@ class Recording(TorchFunctionMode):
         """Record the user's step while entered."""
         with self.resumed(), absent_state_expected(), self:
             self.num_modes = _torch.num_function_modes()
-            yield
-            process_flags.refuse_left(self.flags)
-            if self.refused is not None:  # by code that goes on otherwise, as it would not in one process
-                raise self.refused
+            try:
+                yield
+                process_flags.refuse_left(self.flags)
+            finally:
+                if self.refused is not None:  # by code that goes on, or fails, as it would not in one process
+                    raise self.refused
         self.note_written_arrays()
         self.note_outdated()
 
@@ -201,8 +202,7 @@ class Recording(TorchFunctionMode):
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
-        is_own = type(tensor) is Placeholder and tensor.recording is self
-        return tensor.value if is_own else None
+        return tensor.value if type(tensor) is Placeholder and tensor.recording is self else None
 
     def home_of(self, value: int) -> int:
         """The visit that makes a value, once the path has ended."""

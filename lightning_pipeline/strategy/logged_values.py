@@ -7,13 +7,16 @@ import numbers
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
+
+from lightning_pipeline.partition.overrides import overridden
 
 from .._lightning import LightningModule
 
@@ -38,6 +41,7 @@ class Logged:
         value: a number or a tensor with one element; for a metric its value for the batch, None if it has none.
         options: the call's other arguments, without ``batch_size``.
         weight: number of samples, or the ``batch_size`` of the call.
+        has_batch_size: whether the call had one.
         metric: dotted name of the logged metric in the module; None for plain values.
         token: identifies the tensor that was logged, where it may be the loss.
         is_share: the value is the micro-batch's share of a loss that is a sum.
@@ -47,6 +51,7 @@ class Logged:
     value: Tensor | float | None
     options: Mapping[str, Any]
     weight: int
+    has_batch_size: bool = False
     metric: str | None = None
     token: Any = None
     is_share: bool = False
@@ -55,9 +60,10 @@ class Logged:
 class LoggedValues:
     """Collects the ``self.log`` calls of a step's micro-batches, and logs each once."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._metric_names: dict[int, str] = {}
+        self._is_users = type(module).log is not LightningModule.log
 
     def note(self, num_samples: int, *args: Any, **kwargs: Any) -> Logged:
         """One ``self.log(*args, **kwargs)`` of a micro-batch of `num_samples`, without waiting for the device.
@@ -65,12 +71,11 @@ class LoggedValues:
         Raises:
             ValueError: if the value cannot be logged, as in Lightning.
         """
-        if len(args) == 2 and kwargs.keys() <= _OPTIONS:  # the usual call, without the cost of `bind`
+        if len(args) == 2 and (self._is_users or kwargs.keys() <= _OPTIONS):  # as usual, without `bind`
             name, value = args
             options = kwargs
         else:
-            options = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
-            options.pop("self")
+            options = _bound(type(self._module).log, self._module, *args, **kwargs)
             name, value = options.pop("name"), options.pop("value")
         batch_size = options.pop("batch_size", None)
         if options.pop("sync_dist_group", None) is not None:
@@ -84,13 +89,13 @@ class LoggedValues:
             options["reduce_fx"] = _REDUCTIONS.get(reduce_fx, str(reduce_fx))
         weight = num_samples if batch_size is None else int(batch_size)
         if not isinstance(value, Metric):
-            return Logged(name, _as_loggable(name, value), options, weight)
+            return Logged(name, _as_loggable(name, value), options, weight, batch_size is not None)
         metric = self._metric_name(name, value)
         if options.get("metric_attribute") is None:
             options["metric_attribute"] = metric
         cached = value._forward_cache
         has_value = isinstance(cached, Tensor) and cached.numel() == 1
-        return Logged(name, cached if has_value else None, options, weight, metric)
+        return Logged(name, cached if has_value else None, options, weight, batch_size is not None, metric)
 
     def log(self, calls: Iterable[Iterable[Logged]], log: Callable[..., None]) -> None:
         """Call the module's original ``log`` once for each call that the micro-batches made, in order, as one process
@@ -102,7 +107,7 @@ class LoggedValues:
 
         Args:
             calls: of each micro-batch.
-            log: the original.
+            log: the module's, which may be the user's.
         """
         alike: dict[Hashable, list[Logged]] = {}
         for own in calls:
@@ -123,7 +128,12 @@ class LoggedValues:
                 if value is not None:
                     metric._forward_cache = value  # what Lightning shows for on_step
                 value = metric
-            log(first.name, value, **first.options, batch_size=sum(weights))
+            if not self._is_users:
+                log(first.name, value, **first.options, batch_size=sum(weights))
+                continue
+            of_call = {"batch_size": sum(weights)} if first.has_batch_size else {}
+            with _default_batch_size(sum(weights)):
+                log(first.name, value, **first.options, **of_call)
 
     def _metric_name(self, name: str, metric: Metric) -> str:
         if id(metric) not in self._metric_names:
@@ -157,6 +167,30 @@ def take_numbers(calls: Iterable[Iterable[Logged]], numbers: Iterable[Iterable[t
         for call in own:
             if type(call.value) is float and left.get(call.name):
                 call.value = left[call.name].pop(0)
+
+
+def _bound(log: Callable[..., None], module: LightningModule, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of `log`, by name: the user's own names if it has any."""
+    signature = inspect.signature(log)
+    kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
+    if inspect.Parameter.VAR_POSITIONAL in kinds:  # which are Lightning's, passed on
+        signature, kinds = _SIGNATURE, {}
+    given = dict(signature.bind(module, *args, **kwargs).arguments)
+    del given["self"]
+    return given | given.pop(kinds.get(inspect.Parameter.VAR_KEYWORD, ""), {})
+
+
+@contextmanager
+def _default_batch_size(size: int) -> Iterator[None]:
+    """While entered, Lightning's ``log`` takes this batch size if the user's, which calls it, gives none."""
+    original = LightningModule.log
+
+    def log(module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **{"batch_size": size, **kwargs})
+
+    with overridden() as override:
+        override(LightningModule, "log", log)
+        yield
 
 
 def _as_loggable(name: str, value: Any) -> Tensor | float:

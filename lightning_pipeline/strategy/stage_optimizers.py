@@ -106,12 +106,11 @@ class StageOptimizers:
                 layout.forget_remote()
 
     def follow(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-        """Note what hooks have changed: other optimizers, or new parameter groups, as finetuning callbacks add them."""
+        """Note what hooks have changed: other optimizers or groups of parameters, as finetuning callbacks add them."""
         if list(map(inner, optimizers)) != list(self._layouts):
             self._set_layouts([OptimizerLayout(inner(optimizer), module) for optimizer in optimizers])
         for layout in self:
-            if len(layout.optimizer.param_groups) > len(layout.groups):
-                layout.note_new_groups(module)
+            layout.note_new_groups(module)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Replace whole parameters by sharded ones."""

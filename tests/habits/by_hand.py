@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests.habits.modules import WIDTH, Layer, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 class ByHand(Layers):
@@ -426,3 +426,77 @@ class MovingAverageOfFeatures(Layers):
         optimizer.zero_grad()
         self.manual_backward(F.cross_entropy(self.head(features - self.average), y))
         optimizer.step()
+
+
+@habit(plain=False, shows=False)
+class JudgedAgainAfterUnfreezing(Layers):
+    """A discriminator is frozen for the generator's backward, and called again on the same images, as in ESRGAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, 1))
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.1", "layers.2", "judge.0", "judge.1"]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.01), torch.optim.SGD(self.judge.parameters(), lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0]
+        self.judge.requires_grad_(False)
+        made = self.features(x)
+        self.manual_backward(self.judge(made).mean())
+        self.judge.requires_grad_(True)
+        relative = self.judge(made).detach().mean()
+        self.manual_backward((self.judge(x) - relative).square().mean())
+        self.manual_backward(self.judge(made.detach()).square().mean())
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class WeightedByLastLayer(Layers):
+    """A loss weighted by the norm of its gradient for the last layer, as in VQ-GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layers, self.head)]
+
+    def update(self, optimizer: Any, loss: Tensor) -> None:
+        try:
+            [gradient] = torch.autograd.grad(loss, [self.layers[-1].linear.weight], retain_graph=True)
+            weight = gradient.norm().detach()
+        except RuntimeError:
+            assert not self.training
+            weight = torch.tensor(0.0)
+        optimizer.zero_grad()
+        self.manual_backward(loss * weight)
+        optimizer.step()
+
+
+@habit(plain=False, shows=False)
+class WeightedByLastLayerToggledBefore(WeightedByLastLayer):
+    """The optimizer is toggled before the forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, _ = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(optimizer)
+        self.update(optimizer, (batch[0] - self.features(batch[0])).abs().mean())
+        self.untoggle_optimizer(optimizer)
+
+
+@habit(plain=False, shows=False, expect=error(r"toggle_optimizer.*by_hand\.py:\d+.*before what is differentiated"))
+class WeightedByLastLayerToggledAfter(WeightedByLastLayer):
+    """The optimizer is toggled after the forward, and the refusal is lost in an `except`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        made = self.features(batch[0])
+        optimizer, _ = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(optimizer)
+        self.update(optimizer, (batch[0] - made).abs().mean())
+        self.untoggle_optimizer(optimizer)

@@ -211,3 +211,60 @@ class StopsOnFirstRankAfterValidation(Evaluated):
     def on_validation_epoch_end(self) -> None:
         if self.global_rank == 0 and not self.trainer.sanity_checking:
             self.trainer.should_stop = True
+
+
+class Scaled(Evaluated):
+    """Outputs are scaled by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@habit(plain=False, shows=False)
+class InitialisedOnFirstRank(Layers):
+    """The first rank alone scales weights, and replaces some, before training."""
+
+    @rank_zero_only
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+        self.layers[0].linear.weight.data.mul_(0.7)
+        self.head.bias.data = self.head.bias.data * 0.9
+
+
+@habit(plain=False, shows=False)
+class ScaleOfFirstBatchOnFirstRank(Scaled):
+    """The first rank alone assigns a buffer by its first batch, as latent diffusion does."""
+
+    @rank_zero_only
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 0:
+            del self.scale
+            self.register_buffer("scale", 1 / batch[0].flatten().std())
+
+
+@habit(plain=False, shows=False)
+class ScaleAssignedOnFirstRank(Scaled):
+    """The first rank alone assigns a buffer that a later stage has, when it has stages."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and self.global_step == 1:
+            self.scale = 1 / batch[0].std()
+
+
+@habit(plain=False, shows=False, calls=("fit", "validate"))
+class ScaleWrittenOnFirstRank(Scaled):
+    """The first rank alone writes into a buffer before validations, and all of them after batches."""
+
+    def on_validation_start(self) -> None:
+        if self.trainer.is_global_zero:
+            self.scale.add_(0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.last = self.global_step
+        self.scale.mul_(0.9)

@@ -497,3 +497,54 @@ class MetricOfACallback(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[float] = []
+
+
+@habit()
+class LogGivesABatchSize(Evaluated):
+    """A `log` of one's own gives a batch size."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:  # type: ignore[override]
+        super().log(name, value, batch_size=8, **options)
+
+
+@habit()
+class LogTakesTwoOptions(Layers):
+    """A `log` of one's own takes two options, and is called by name."""
+
+    def log(self, name: str, value: Any, on_step: bool = True, on_epoch: bool = False) -> None:  # type: ignore[override]
+        super().log(f"own/{name}", value, on_step=on_step, on_epoch=on_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log(name="twice", value=2 * loss, on_epoch=True)
+        self.log("thrice", 3 * loss, False, True)
+        return loss
+
+
+@habit()
+class LogPassesOn(Evaluated):
+    """A `log` of one's own passes on all that it is given."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("on_epoch", True)
+        super().log(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("twice", 2 * loss, True)
+        self.log(name="thrice", value=3 * loss, prog_bar=True, batch_size=len(batch[0]))
+        return loss
+
+
+@habit()
+class LogTakesAStage(Evaluated):
+    """A `log` of one's own takes an option that Lightning's does not have."""
+
+    def log(self, name: str, value: Any, stage: str = "train", **options: Any) -> None:  # type: ignore[override]
+        super().log(f"{stage}/{name}", value, **options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("twice", 2 * loss, stage="other", on_step=False, on_epoch=True)
+        self.log(name="thrice", value=3 * loss, stage="third", prog_bar=True)
+        return loss

@@ -397,3 +397,15 @@ class MomentumReadBetweenStepsByHand(SteppedByHand):
     def on_after_backward(self) -> None:
         states = self.trainer.optimizers[0].state.values()
         self.found += [entries["momentum_buffer"].norm().item() for entries in states]
+
+
+@habit(plain=False, shows=False)
+class GroupsClearedAndAddedAnew(Layers):
+    """A callback of the first epoch's end drops all groups, and adds one of what goes on to be trained."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            optimizer = self.trainer.optimizers[0]
+            optimizer.param_groups.clear()
+            optimizer.state.clear()
+            optimizer.add_param_group({"params": list(self.layers.parameters())})
