@@ -58,6 +58,7 @@ class Pipeline:
         counts_bytes: observed steps count the bytes of activations, as they do if any go to host memory.
         on_module_changed: called if the module's tensors are not those of the last step.
         context: the ranks that share this one's sequences; None if each has its own.
+        has_replicas: there are others of the module, which draw other random numbers.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Pipeline:
         counts_bytes: bool = False,
         on_module_changed: Callable[[], None] = lambda: None,
         context: ContextRanks | None = None,
+        has_replicas: bool = False,
     ) -> None:
         self.rank = rank
         self.placement = tuple(placement)
@@ -93,6 +95,7 @@ class Pipeline:
         self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offloading, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
+        self.recorder.has_replicas = self._shared.draws.has_replicas = has_replicas
         self.offload = self._shared.offload
         self.reached = self._shared.reached
         """Virtual stages on which any event has run so far."""

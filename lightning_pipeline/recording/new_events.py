@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -70,6 +70,10 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
         draws = args[1] in func.drawing
     else:
         draws = result.draws > 0 or (kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs))
+    if draws and recording.recorder.has_replicas:
+        for slot, _ in result.writes:
+            if type(value := inputs[slot]) is int and value < 0:
+                refuse_drawn_weights(function_name(func), recording.tensors.names[-1 - value][0])
     event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=draws)
     if sharers:
         event.sharers, event.match = sharers, never
@@ -192,3 +196,11 @@ def _visit_for(
                 f"make it dense with to_dense() where it is made, or keep both on one stage"
             )
     return visit
+
+
+def refuse_drawn_weights(function: str, name: str) -> NoReturn:
+    """Raise the error for a step that draws random numbers into the module, of which there are replicas."""
+    raise NotImplementedError(
+        f"{function} draws random numbers into {name} in a step ({users_line()}), and each replica would draw others: "
+        f"do it in a hook, such as on_train_batch_start"
+    )

@@ -66,6 +66,7 @@ class Recorder:
 
     Attributes:
         has_hooks: whether there are hooks on parameters, so that every micro-batch runs in order.
+        has_replicas: whether there are others of the module, which draw other random numbers.
         warns: whether this rank warns of compiled code that runs as it was written.
         infers: whether a module runs now only to learn what it gives.
         recordings: those of the running step.
@@ -84,6 +85,7 @@ class Recorder:
         self.num_stages = len(placement)
         self.inference = Inference()
         self.has_hooks = False
+        self.has_replicas = False
         self.warns = True
         self.infers = False
         self.recordings: list[Recording] = []

@@ -67,6 +67,7 @@ class LocalStages:
             counts_bytes=strategy.max_live_bytes is not None,
             on_module_changed=self._note_new_tensors,
             context=None if context is None else ContextRanks(context.group, context.control_group),
+            has_replicas=replicas is not None,
         )
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:

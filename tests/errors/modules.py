@@ -137,6 +137,12 @@ class RankFromEnvironment(Plain):
         return self.second(x)
 
 
+class DrawsWeights(Plain):
+    def between(self, x: Tensor, batch_idx: int) -> Tensor:
+        nn.init.normal_(self.second.weight)
+        return self.second(x)
+
+
 class ReducesOverAll(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
