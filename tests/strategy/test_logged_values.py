@@ -17,7 +17,7 @@ from lightning_pipeline.strategy.logged_values import Logged, LoggedValues
 
 
 class Recorder:
-    """Stands for ``LightningModule.log``."""
+    """Stands for ``L.LightningModule.log``."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
@@ -29,8 +29,8 @@ class Recorder:
 class Step:
     """Logs on micro-batches, and then for all of them."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.logged = LoggedValues(module or nn.Module())
+    def __init__(self, module: L.LightningModule | None = None) -> None:
+        self.logged = LoggedValues(module or L.LightningModule())
         self.calls: list[Logged] = []
 
     def note(self, num_samples: int, *args: Any, **kwargs: Any) -> Logged:
@@ -44,7 +44,7 @@ class Step:
 
 
 def test_what_is_logged_twice_in_a_step_is_logged_twice():
-    logged, recorder = LoggedValues(nn.Module()), Recorder()
+    logged, recorder = LoggedValues(L.LightningModule()), Recorder()
     logged.log([[logged.note(2, "loss", value) for value in values] for values in ((1.0, 5.0), (3.0, 9.0))], recorder)
     assert [(name, value) for name, value, _ in recorder.calls] == [("loss", 2.0), ("loss", 7.0)]
 
@@ -106,17 +106,17 @@ def test_a_captured_value_is_not_changed_afterwards():
         (torch.ones(3), {}, "must have a single element"),
         ({"a": 1.0}, {}, "`dict` values cannot be logged"),
         ("text", {}, "`str` values cannot be logged"),
-        (MeanMetric(), {}, "MeanMetric that is not an attribute of the LightningModule"),
+        (MeanMetric(), {}, "MeanMetric that is not an attribute of the L.LightningModule"),
         (1.0, {"sync_dist_group": object()}, "leave sync_dist_group out"),
     ],
 )
 def test_what_cannot_be_logged_is_refused(value, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        LoggedValues(nn.Module()).note(1, "x", value, **kwargs)
+        LoggedValues(L.LightningModule()).note(1, "x", value, **kwargs)
 
 
 def test_values_are_logged_in_order_and_metrics_as_themselves():
-    module = nn.Module()
+    module = L.LightningModule()
     module.metric = MeanMetric()
     step, recorder = Step(module), Recorder()
     third = torch.tensor(1.0, dtype=torch.float64) / 3
