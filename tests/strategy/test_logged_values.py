@@ -106,7 +106,7 @@ def test_a_captured_value_is_not_changed_afterwards():
         (torch.ones(3), {}, "must have a single element"),
         ({"a": 1.0}, {}, "`dict` values cannot be logged"),
         ("text", {}, "`str` values cannot be logged"),
-        (MeanMetric(), {}, "MeanMetric that is not an attribute of the L.LightningModule"),
+        (MeanMetric(), {}, "MeanMetric that is not an attribute of the LightningModule"),
         (1.0, {"sync_dist_group": object()}, "leave sync_dist_group out"),
     ],
 )
