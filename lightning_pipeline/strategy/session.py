@@ -365,7 +365,8 @@ class Session:
             closure = self.stages.owner_computes.resumed()(closure)
         with used_in_parts(inner(optimizer)), entered:
             yield closure
-        self.optimizers.after_update(optimizer)
+        with self.stages.aside():
+            self.optimizers.after_update(optimizer)
 
 
 def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:

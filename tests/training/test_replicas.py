@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_pipeline import PipelineStrategy, sync_pipeline_shared_parameters
 from tests.launching import PATIENCE_S, launch
 from tests.training.measured import LitLayers, LitMeasured, measured_stages, point_loader
-from tests.training.models import NUM_BLOCKS, LitTokens, gpt_stages, tokens
+from tests.training.models import NUM_BLOCKS, LitTokens, gpt_stages, token_loader, tokens
 from tests.training.runs import QUIET, Losses, Present, measured_shortly
 
 pytestmark = pytest.mark.multiprocess
@@ -524,3 +525,24 @@ def test_a_replica_may_have_nothing_to_train_on() -> None:
     [expected] = launch(passed_over, 1, world=1)
     for rank in launch(passed_over, 2, world=2):
         torch.testing.assert_close(rank, expected)
+
+
+def searched(folder: Path, world: int) -> dict[str, Tensor]:
+    """Weights after a search for a learning rate, whose steps run within a hook that asks for the rank."""
+    L.seed_everything(1, verbose=False)
+    layout: dict[str, Any] = {"num_stages": 1}
+    if world > 1:
+        layout = {"num_stages": 2, "stage_config": gpt_stages(2), "data_parallel": "zero1"}
+    strategy = PipelineStrategy(num_microbatches=4, timeout=PATIENCE_S, **layout)
+    options = {**QUIET, "default_root_dir": folder, "devices": world, "max_epochs": 1, "use_distributed_sampler": False}
+    trainer, module, data = L.Trainer(strategy=strategy, **options), LitTokens(), token_loader(32, 8)
+    Tuner(trainer).lr_find(module, data, num_training=4, update_attr=False)
+    trainer.fit(module, data)
+    return module.state_dict()
+
+
+def test_a_search_for_a_learning_rate_leaves_replicas_alike(tmp_path: Path) -> None:
+    [expected] = launch(searched, tmp_path, 1, world=1)
+    for found in launch(searched, tmp_path, WORLD, world=WORLD):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
