@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import generators, mix
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.matcher import autocast_state
+from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import refuse_drawn_weights
 from lightning_pipeline.recording.patched_checkpoint import checkpoints_wrapped
 from lightning_pipeline.recording.scripted import scripted_seen
@@ -23,11 +23,11 @@ class Draws:
     """The global generators of torch that a step on `device` may draw from.
 
     Attributes:
-        has_replicas: there are other replicas of the module, which draw other numbers.
+        replicated: the module's tensors if there are other replicas, which draw other numbers; else None.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.has_replicas = False
+        self.replicated: ModuleTensors | None = None
         self._generators = generators(device)
 
     def seed(self, microbatch: int, number: int) -> None:
@@ -83,9 +83,8 @@ class CountedDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kind_of(func) is FunctionKind.DRAWS and not is_drawing_of_own(kwargs or {}):
-            written = args[0] if args else (kwargs or {}).get("tensor")
-            if self._draws.has_replicas and isinstance(written, nn.Parameter) and function_name(func).endswith("_"):
-                refuse_drawn_weights(function_name(func), "a parameter")
+            if self._draws.replicated is not None:
+                refuse_drawn_weights(self._draws.replicated, func, drawn_into(func, args, kwargs))
             self._draws.seed(self._microbatch, self.number)
             self.number += 1
         return func(*args, **(kwargs or {}))

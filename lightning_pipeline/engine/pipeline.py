@@ -95,7 +95,8 @@ class Pipeline:
         self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offloading, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
-        self.recorder.has_replicas = self._shared.draws.has_replicas = has_replicas
+        self.recorder.has_replicas = has_replicas
+        self._shared.draws.replicated = tensors if has_replicas else None
         self.offload = self._shared.offload
         self.reached = self._shared.reached
         """Virtual stages on which any event has run so far."""

@@ -147,6 +147,13 @@ def same_kind(function: Any, other: Any) -> None:
     _KINDS[function] = kind_of(other)
 
 
+def drawn_into(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function that draws random numbers writes them into; None if it makes a tensor of them."""
+    if not function_name(func).endswith("_"):
+        return None
+    return args[0] if args else (kwargs or {}).get("tensor")
+
+
 def is_drawing_of_own(kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers from a generator of the user's."""
     return kwargs.get("generator") is not None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_pipeline.partition.memory import memory_of
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
+from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.new_events import refuse_drawn_weights
 from lightning_pipeline.recording.operation import tensors_in
@@ -34,10 +34,8 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
         _before_write(recording, [*tensors_in(args[0] if args else ()), *tensors_in(kwargs.get("out"))])
     draw = None
     if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
-        tensor = args[0] if args else kwargs.get("tensor")
-        written = recording.tensors.number_of(tensor) if isinstance(tensor, Tensor) else None
-        if recording.recorder.has_replicas and written is not None and function_name(func).endswith("_"):
-            refuse_drawn_weights(function_name(func), recording.tensors.names[written][0])
+        if recording.recorder.has_replicas:
+            refuse_drawn_weights(recording.tensors, func, drawn_into(func, args, kwargs))
         recording.seed_draw(recording.num_draws)
         draw = recording.num_draws
         recording.num_draws += 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import REGISTERING
@@ -16,6 +17,7 @@ from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import Result, written_by_array
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, never
+from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, take_apart
 from lightning_pipeline.recording.path import answer, follow, inspect
 from lightning_pipeline.recording.python_state import Unclear
@@ -72,8 +74,7 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
         draws = result.draws > 0 or (kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs))
     if draws and recording.recorder.has_replicas:
         for slot, _ in result.writes:
-            if type(value := inputs[slot]) is int and value < 0:
-                refuse_drawn_weights(function_name(func), recording.tensors.names[-1 - value][0])
+            refuse_drawn_weights(recording.tensors, func, call.tensors[slot])
     event = follow(recording, func, call, inputs, specs, state, result, visit=visit, draws=draws)
     if sharers:
         event.sharers, event.match = sharers, never
@@ -198,9 +199,11 @@ def _visit_for(
     return visit
 
 
-def refuse_drawn_weights(function: str, name: str) -> NoReturn:
-    """Raise the error for a step that draws random numbers into the module, of which there are replicas."""
-    raise NotImplementedError(
-        f"{function} draws random numbers into {name} in a step ({users_line()}), and each replica would draw others: "
-        f"do it in a hook, such as on_train_batch_start"
-    )
+def refuse_drawn_weights(tensors: ModuleTensors, func: Any, drawn: Any) -> None:
+    """Refuse a draw of random numbers into one of the module's tensors in a step, where there are replicas."""
+    number = tensors.number_of(drawn) if isinstance(drawn, Tensor) else None
+    if number is not None:
+        raise NotImplementedError(
+            f"{function_name(func)} draws random numbers into {tensors.names[number][0]} in a step ({users_line()}), "
+            f"and each replica would draw others: do it in a hook, such as on_train_batch_start"
+        )

@@ -143,7 +143,7 @@ def test_a_stage_without_modules_among_others_is_told_of() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_weights_that_a_step_draws_are_refused_with_replicas(num_stages: int) -> None:
     for end in errors_of("DrawsWeights", world=2 * num_stages, num_stages=num_stages):
-        assert "normal_ draws random numbers into" in end.error and "modules.py" in end.error
+        assert "normal_ draws random numbers into second.weight" in end.error and "modules.py" in end.error
         assert "each replica would draw others" in end.error
 
 
