@@ -30,6 +30,7 @@ from lightning_pipeline.engine.one_rank import OneRankStep
 from lightning_pipeline.engine.parts import StepParts
 from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.reads import reads_failing
+from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.engine.suspended import BatchWork, Parts
 from lightning_pipeline.engine.work import LiveCount, StepTask
@@ -58,7 +59,7 @@ class Pipeline:
         counts_bytes: observed steps count the bytes of activations, as they do if any go to host memory.
         on_module_changed: called if the module's tensors are not those of the last step.
         context: the ranks that share this one's sequences; None if each has its own.
-        has_replicas: there are others of the module, which draw other random numbers.
+        world: the replicas, which draw other random numbers each.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Pipeline:
         counts_bytes: bool = False,
         on_module_changed: Callable[[], None] = lambda: None,
         context: ContextRanks | None = None,
-        has_replicas: bool = False,
+        world: World | None = None,
     ) -> None:
         self.rank = rank
         self.placement = tuple(placement)
@@ -95,7 +96,8 @@ class Pipeline:
         self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offloading, context)
         self.stages = self._shared.stages
         self.recorder = self._shared.recorder
-        self.recorder.has_replicas = has_replicas
+        self._world = world
+        self.recorder.has_replicas = has_replicas = world is not None and world.size > 1
         self._shared.draws.replicated = tensors if has_replicas else None
         self.offload = self._shared.offload
         self.reached = self._shared.reached
@@ -277,8 +279,7 @@ class Pipeline:
     def _around(self) -> Iterator[None]:
         """Entered around everything that micro-batches run."""
         installed = self.recorder.installed() if self.num_ranks > 1 else nullcontext()
-        topology = None if self._transport is None else self._transport.topology
-        with self._shared.draws.kept(), installed, over_replicas(topology):
+        with self._shared.draws.kept(), installed, over_replicas(self._world):
             yield
 
 

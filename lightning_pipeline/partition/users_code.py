@@ -98,3 +98,44 @@ def users_lines() -> tuple[int, ...]:
             found.append(frame.f_lineno)
         frame = frame.f_back
     return tuple(found)
+
+
+_LOADERS = tuple(f"{kind}_dataloader" for kind in ("train", "val", "test", "predict"))
+_SETTING_UP = frozenset(("prepare_data", "setup", "configure_optimizers", *_LOADERS))
+
+
+def is_asked_in_run(*ways: str) -> bool:
+    """Whether the user's code asks for a property of the strategy in a step or hook, or in one that sets data up.
+
+    Args:
+        ways: the Trainer's properties that lead to the strategy's, innermost first; the name of the strategy's own
+            where it may be asked for directly, or through properties of that name.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if len(ways) == 1:
+        while frame is not None and _is_own(frame) and frame.f_code.co_name == ways[0]:
+            frame = frame.f_back
+    else:
+        for way in ways:
+            if frame is None or not _is_own(frame) or frame.f_code.co_name != way:
+                return False
+            frame = frame.f_back
+    return frame is not None and is_in_run(frame)
+
+
+def is_in_run(frame: FrameType | None) -> bool:
+    """Whether a frame runs the user's code in a step or hook of a run, or in one that sets data up."""
+    if frame is None or _is_own(frame):
+        return False
+    while frame is not None:
+        if _is_own(frame):
+            if frame.f_code.co_name == "_run":  # the Trainer's
+                return True
+        elif frame.f_code.co_name in _SETTING_UP:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in (*PACKAGES, "lightning_pipeline")

@@ -14,6 +14,38 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+class ReplicaRank(int):
+    """The rank as steps and hooks get it, where ``world_size`` is the number of replicas.
+
+    As a number it counts replicas, and is less than ``world_size``: samples are shared out with it, and labels of
+    gathered features found, ``torch.arange(n) + n * rank``, alike on all stages of a replica. Compared by ``==``, as a
+    condition and as text it is the rank of the process: ``if rank == 0`` is for one process alone, and each process
+    writes to a file of its own.
+    """
+
+    process: int
+
+    def __new__(cls, replica: int, process: int = 0) -> ReplicaRank:
+        rank = super().__new__(cls, replica)
+        rank.process = process
+        return rank
+
+    def __eq__(self, other: object) -> bool:
+        return self.process == other
+
+    def __bool__(self) -> bool:
+        return self.process != 0
+
+    def __str__(self) -> str:
+        return str(self.process)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.process, spec)
+
+    def __hash__(self) -> int:
+        return hash(self.process)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Ranks laid out as a grid of (stage, replica), replicas of one stage side by side.
@@ -109,6 +141,11 @@ class Topology:
     def replica(self) -> int:
         """This rank's replica, 0 .. data_parallel_size - 1."""
         return self.pipeline // self.replica_size
+
+    @property
+    def ranks_of_first_stage(self) -> list[int]:
+        """Global ranks that read each replica's data; the first of those that share it."""
+        return list(range(0, self.num_pipelines, self.replica_size))
 
     @property
     def is_first_stage(self) -> bool:

@@ -12,6 +12,7 @@ from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.slices import place_gradients
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -67,7 +68,7 @@ class LocalStages:
             counts_bytes=strategy.max_live_bytes is not None,
             on_module_changed=self._note_new_tensors,
             context=None if context is None else ContextRanks(context.group, context.control_group),
-            has_replicas=replicas is not None,
+            world=World(session.topology, replicas),
         )
         self.owner_computes: OwnerComputes | None = None
         if transport is not None:

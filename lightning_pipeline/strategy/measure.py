@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.engine.collectives import over_replicas
+from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.partition.rng import generators, generators_kept
@@ -182,7 +183,7 @@ def estimate_on_ranks(
 
 def _over_replicas(module: LightningModule) -> AbstractContextManager[None]:
     transport: Transport | None = getattr(module.trainer.strategy, "transport", None)
-    return over_replicas(None if transport is None else transport.topology)
+    return over_replicas(None if transport is None else World(transport.topology))
 
 
 def step_context(module: LightningModule, name: str) -> Callable[[], AbstractContextManager[Any]]:

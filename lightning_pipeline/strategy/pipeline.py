@@ -149,7 +149,6 @@ class PipelineStrategy(SessionStrategy):
         validation.check_arguments(self, self.schedule_choice)
         self.tensor_group: TensorGroup | None = None
         self.context_group: TensorGroup | None = None
-        self.told_replicas: int | None = None
         """The number of replicas that hooks were told before set-up, in this run."""
         self._restores_late: bool | None = None  # in this run; None until Lightning has asked
 
@@ -212,13 +211,11 @@ class PipelineStrategy(SessionStrategy):
         return {**super().settings(), **asked, "schedule": self.schedule_choice.label}
 
     @override
-    def _num_replicas(self, world_size: int) -> int:
+    def topology_in_run(self) -> Topology:
         if self.topology is not None:
-            return self.topology.data_parallel_size
-        config = read_stage_config(self.module, self.stage_config)
-        num_stages = self.num_stages or num_stages_for(config, self.schedule_choice, world_size)
-        self.told_replicas = max(1, world_size // (num_stages * self.tensor_parallel_size * self.context_parallel_size))
-        return self.told_replicas
+            return self.topology
+        config = {} if self.lightning_module is None else read_stage_config(self.module, self.stage_config)
+        return self.topology_of(self.num_stages or num_stages_for(config, self.schedule_choice, self.world_size))
 
     @property
     @override

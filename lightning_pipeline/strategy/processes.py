@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +15,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeline import _torch
+from lightning_pipeline.engine.collectives import over_replicas_in_hooks
+from lightning_pipeline.engine.replica_collectives import World
+from lightning_pipeline.partition.users_code import is_asked_in_run
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.log import set_up_log
 from lightning_pipeline.runtime.rendezvous import meet
 from lightning_pipeline.runtime.replicas import Replicas, all_gather
 from lightning_pipeline.runtime.store import BoundedStore
+from lightning_pipeline.runtime.topology import ReplicaRank, Topology
 
 from .._lightning import ClusterEnvironment, LightningModule, ParallelStrategy, Precision, ReduceOp, rank_zero_only
 from ..accelerators.npu import warn_of_unused_npus
@@ -30,7 +34,6 @@ from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
 from .peers import Peers, settings_of, versions
 from .rank_zero import NotedRank, note_rank
-from .summary import is_asked_in_run
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -61,6 +64,8 @@ class ProcessStrategy(ParallelStrategy):
         self.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self.num_nodes = 1
         self.peers = Peers()
+        self.told_replicas: int | None = None
+        self._collectives = ExitStack()
 
     @property
     def module(self) -> LightningModule:
@@ -80,7 +85,10 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def global_rank(self) -> int:
         note_rank()
-        return 0 if self.is_single_process else super().global_rank
+        if self.is_single_process:
+            return 0
+        rank = super().global_rank
+        return ReplicaRank(self.topology_in_run().replica, rank) if is_asked_in_run("global_rank") else rank
 
     @property
     @override
@@ -137,7 +145,7 @@ class ProcessStrategy(ParallelStrategy):
     def world_size(self) -> int:
         """Number of processes; of replicas, to the user's steps and hooks."""
         size = 1 if self.is_single_process else super().world_size
-        return self._num_replicas(size) if size > 1 and is_asked_in_run("world_size") else size
+        return self._told_replicas() if size > 1 and is_asked_in_run("world_size") else size
 
     @property
     def num_processes(self) -> int:
@@ -163,12 +171,22 @@ class ProcessStrategy(ParallelStrategy):
     def replicas(self) -> Replicas | None:
         """The ranks that run the same as this one on other samples; None if there are none, or before set-up."""
 
+    @property
     @abstractmethod
-    def _num_replicas(self, world_size: int) -> int:
-        """The number of replicas among these processes, as far as known before set-up."""
+    def topology(self) -> Topology | None:
+        """Which rank holds which stage; None before set-up."""
+
+    @abstractmethod
+    def topology_in_run(self) -> Topology:
+        """The topology as far as known: before set-up, it follows from what is known of the stages then."""
+
+    def _told_replicas(self) -> int:
+        """The number of replicas, which is not to change once the user's code knows it."""
+        self.told_replicas = self.topology_in_run().data_parallel_size
+        return self.told_replicas
 
     def _num_replicas_here(self, num_processes: int) -> int:
-        return max(1, num_processes * self._num_replicas(super().world_size) // super().world_size)
+        return max(1, num_processes * self._told_replicas() // super().world_size)
 
     @override
     def _configure_launcher(self) -> None:
@@ -192,6 +210,7 @@ class ProcessStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.peers = Peers()  # whatever became of an earlier run
+        self._collectives.close()
         set_up_log(self.global_rank)
         warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
@@ -214,6 +233,15 @@ class ProcessStrategy(ParallelStrategy):
                 yield
 
         wait_for_data_within(trainer, waiting_for_data)
+        self._collectives.enter_context(over_replicas_in_hooks(self._world_in_hooks))
+
+    def _world_in_hooks(self) -> World | None:
+        topology = self.topology_in_run()
+        if topology.num_stages == 1:
+            return None
+        if self.topology is None:
+            self._told_replicas()
+        return World(topology, self.replicas, is_known=self.topology is not None)
 
     def _meet(self) -> BoundedStore:
         """The store that all processes share, once all of them have come."""
@@ -247,6 +275,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def let_processes_end(self) -> None:
         """At the end of a run: from now on a process may end without having failed."""
+        self._collectives.close()
         self.peers.notice.is_watching = False
         if isinstance(self._launcher, PipelineLauncher):
             self._launcher.end_run()

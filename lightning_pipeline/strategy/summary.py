@@ -1,19 +1,12 @@
-"""What users see of the world size and the batch: a summary at the first step, and replicas in hooks that set data up.
-
-Code that divides a batch, or scales a learning rate, by ``trainer.world_size`` means the processes that read other
-samples: the replicas. The stages of one replica share its batches.
-"""
+"""What users see of stages, replicas and the batch: a summary at the first step."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from torch import nn
 
 from lightning_pipeline import _torch
-from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.runtime.topology import Topology
 
 _SHOWN = 3
@@ -53,37 +46,3 @@ def batch_norms_of(module: nn.Module, sizes: Sequence[int]) -> str | None:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-_LOADERS = tuple(f"{kind}_dataloader" for kind in ("train", "val", "test", "predict"))
-_SETTING_UP = frozenset(("prepare_data", "setup", "configure_optimizers", *_LOADERS))
-_OWN = (*PACKAGES, "lightning_pipeline")
-
-
-def is_asked_in_run(*ways: str) -> bool:
-    """Whether the user's code asks for a property of the strategy in a step or hook, or in one that sets data up.
-
-    Args:
-        ways: the Trainer's properties that lead to the strategy's, innermost first.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    for way in ways:
-        if frame is None or not _is_own(frame) or frame.f_code.co_name != way:
-            if len(ways) > 1:
-                return False
-            break  # asked of the strategy itself, and not of the Trainer
-        frame = frame.f_back
-    if frame is None or _is_own(frame):
-        return False
-    while frame is not None:
-        if _is_own(frame):
-            if frame.f_code.co_name == "_run":  # the Trainer's
-                return True
-        elif frame.f_code.co_name in _SETTING_UP:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_own(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN

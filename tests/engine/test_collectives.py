@@ -10,13 +10,15 @@ import torch.distributed as dist
 import torch.distributed.nn as distributed_nn
 from torch.distributed import all_reduce, get_rank, get_world_size
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DistributedSampler
 
 from lightning_pipeline.engine.collectives import over_replicas
+from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.runtime.topology import Topology
 
-ONE = Topology(num_ranks_per_pipeline=4, world_size=4, rank=3)
-TWO = Topology(num_ranks_per_pipeline=2, world_size=4, rank=3)
-FOUR = Topology(num_ranks_per_pipeline=1, world_size=4, rank=3)
+ONE = World(Topology(num_ranks_per_pipeline=4, world_size=4, rank=3))
+TWO = World(Topology(num_ranks_per_pipeline=2, world_size=4, rank=3))
+FOUR = World(Topology(num_ranks_per_pipeline=1, world_size=4, rank=3))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,8 +82,9 @@ def test_functions_that_were_imported_by_name_are_seen() -> None:
         assert get_rank() == dist.get_rank() == 0
     assert own.tolist() == [1, 1]
     assert (get_world_size(), get_rank()) == (4, 3)
-    with over_replicas(TWO), pytest.raises(RuntimeError, match=r"all_reduce over all ranks within a step"):
+    with over_replicas(TWO):
         all_reduce(own)
+    assert own.tolist() == [2, 2]
 
 
 def test_torch_counts_processes() -> None:
@@ -103,14 +106,39 @@ def test_a_gradient_goes_back_through_a_collective() -> None:
 
 def test_replicas_are_counted() -> None:
     with over_replicas(TWO):
+        assert list(DistributedSampler(list(range(4)), shuffle=False)) == [1, 3]  # type: ignore[arg-type]
         assert (get_world_size(), get_rank()) == (2, 1) == (dist.get_world_size(), dist.get_rank())
 
 
-def test_several_replicas_would_wait_for_ever() -> None:
+def test_replicas_that_are_alike() -> None:
+    """Where a step is measured, the others are taken to be like this one."""
+    own, halves = torch.tensor([1, 2]), torch.arange(4.0).view(2, 2)
+    parts = [torch.zeros(2), torch.zeros(2)]
     with over_replicas(TWO):
-        for collective in (dist.all_reduce, dist.broadcast, dist.barrier):
-            with pytest.raises(RuntimeError, match=r"over all ranks within a step.*self\.all_gather.*test_collectives"):
-                collective(torch.ones(1))
+        for op, expected in {
+            dist.ReduceOp.SUM: [2, 4],
+            dist.ReduceOp.PRODUCT: [4, 16],
+            dist.ReduceOp.MAX: [4, 16],
+            dist.ReduceOp.BAND: [4, 16],
+            dist.ReduceOp.BXOR: [0, 0],
+        }.items():
+            dist.all_reduce(own, op)
+            assert own.tolist() == expected
+        dist.all_gather(parts, halves[1])
+        assert [part.tolist() for part in parts] == [[2, 3], [2, 3]]
+        dist.reduce_scatter(parts[0], list(halves))
+        assert parts[0].tolist() == [4, 6]
+        dist.reduce_scatter_tensor(parts[0], halves.flatten())
+        assert parts[0].tolist() == [4, 6]
+        dist.scatter(parts[0], list(halves), src=0)
+        assert parts[0].tolist() == [2, 3]
+        dist.all_to_all_single(halves, halves.clone())
+        assert halves.tolist() == [[2, 3], [2, 3]]
+        objects: list[object] = [None, None]
+        dist.all_gather_object(objects, "a")
+        assert objects == ["a", "a"]
+        with pytest.raises(NotImplementedError, match=r"PREMUL_SUM.*test_collectives"):
+            dist.all_reduce(own, dist.ReduceOp.PREMUL_SUM)
 
 
 def test_where_every_rank_is_a_replica_they_do_as_ever() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -141,13 +140,6 @@ class DrawsWeights(Plain):
     def between(self, x: Tensor, batch_idx: int) -> Tensor:
         nn.init.normal_(self.second.weight)
         return self.second(x)
-
-
-class ReducesOverAll(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        dist.all_reduce(loss.detach().clone())
-        return loss
 
 
 class CallsItself(Plain):
