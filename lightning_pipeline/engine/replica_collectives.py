@@ -158,6 +158,15 @@ COLLECTIVES: dict[str, Callable[..., None]] = {
 }
 
 
+@torch.no_grad()
+def all_reduced(world: World, tensor: Tensor, op: ReduceOp | str | None) -> Tensor:
+    """The tensor, into which its reduction over the replicas is written. `op` may be one of Lightning's names."""
+    if isinstance(op, str):
+        op = getattr(ReduceOp, {"MEAN": "AVG"}.get(op.upper(), op.upper()))
+    _all_reduce(world, tensor, ReduceOp.SUM if op is None else op)
+    return tensor
+
+
 def _reduced(tensors: Tensor, op: Any) -> Tensor:
     """The sum, or whatever `op` says, over the first dimension."""
     kind = op if isinstance(op, ReduceOp.RedOpType) else getattr(op, "op", op)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
 from lightning_pipeline.hooks.operands import TensorKeys
@@ -156,6 +157,12 @@ class FirstRank:
             if one.owner == self._direct.rank:
                 tensor = None if one.key is None else self._keys.tensor_of(one.key)
                 given.append(tensor.grad if one.gradient and tensor is not None else tensor)
+        if any(isinstance(tensor, DTensor) for tensor in given):
+            raise NotImplementedError(
+                f"the first rank alone takes a tensor that ranks keep in slices ({call.line}): let every rank run the "
+                f"line, as in weights = self.state_dict() before `if self.trainer.is_global_zero`, or use "
+                f"trainer.save_checkpoint"
+            )
         specs = [None if tensor is None else TensorSpec.of(tensor) for tensor in given]
         self._direct.tell_one(0, _Answer(is_there=False, specs=tuple(specs)))
         for tensor, spec in zip(given, specs, strict=True):

@@ -158,11 +158,13 @@ class TensorKeys:
         if holders_of(tensor) is None:
             return None
         number = self._tensors.number_of(tensor)
+        if number is None and isinstance(tensor, DTensor):
+            number = self._tensors.number_of_slice(tensor)
         return tensor.__dict__.get(_KEY) if number is None else -1 - number
 
     def tensor_of(self, key: int) -> Tensor | None:
         """The tensor of a key; None if it is gone."""
-        return self._made.get(key) if key >= 0 else self._tensors.tensors[-1 - key]
+        return self._made.get(key) if key >= 0 else self._tensors.in_place(-1 - key)
 
 
 def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:

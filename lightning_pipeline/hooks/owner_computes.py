@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
+from lightning_pipeline.engine.slices import whole, write
 from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.operands import (
@@ -229,10 +230,10 @@ class OwnerComputes(TorchFunctionMode):
         call = take_apart(func, args, kwargs)
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradients.of(args[0])
-        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
-            return on_whole_tensors(self.__torch_function__, func, args, kwargs, name)
         if name == "data.__set__":
             return self._set_data(*args)
+        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
+            return on_whole_tensors(self.__torch_function__, func, args, kwargs, name)
         if kind is FunctionKind.HOOKS:
             if type(args[0]) is Placeholder and not args[0].spec.is_parameter:  # the hook runs where the data is
                 return RemovableHandle(OrderedDict())
@@ -376,9 +377,21 @@ class OwnerComputes(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         held = holders_of(tensor)
+        if isinstance(value, DTensor):
+            with _torch.DisableTorchFunction():
+                value, sharded = whole(value), value
+            note_holders(value, holders_of(sharded))
         [here] = self._operands.gather([value], [held], "data.__set__")
         if type(tensor) is Placeholder:
             self._set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))
+        elif isinstance(tensor, DTensor):
+            if tensor.shape != here.shape:
+                raise NotImplementedError(
+                    f"the shape of a parameter that ranks keep in slices changes from {tuple(tensor.shape)} to "
+                    f"{tuple(here.shape)} ({users_line()}): use data_parallel='zero1'"
+                )
+            with _torch.DisableTorchFunction():
+                write(tensor, here)
         else:
             tensor.data = here
 

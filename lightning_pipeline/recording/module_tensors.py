@@ -90,6 +90,15 @@ class ModuleTensors:
         number = self._numbers.get(id(tensor))
         return number if number is not None and self.tensors[number] is tensor else None
 
+    def number_of_slice(self, part: Tensor) -> int | None:
+        """The number of the parameter that a slice of it takes the place of between steps."""
+        return next((number for slots, key, number in self._slots if slots.get(key) is part), None)
+
+    def in_place(self, number: int) -> Tensor:
+        """What the module has in the place of a tensor: itself, or its slice."""
+        places = (slots.get(key) for slots, key, each in self._slots if each == number)
+        return next((found for found in places if found is not None), self.tensors[number])
+
     def is_replicated(self, number: int) -> bool:
         """Whether every rank computes with it: a buffer that all have, and no stage has written into."""
         return self.is_buffer[number] and number not in self.written and self.names[number][0] not in self._partly_held

@@ -116,8 +116,9 @@ def is_plain_optimizer(optimizer: Optimizer) -> bool:
     cls = type(optimizer)
     if isinstance(optimizer, LBFGS):  # which takes them all for one vector
         return False
-    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return not has_hooks and (cls.step.__module__.startswith("torch.optim") or cls.__module__.startswith("torch."))
+    if not cls.step.__module__.startswith("torch.optim") and not cls.__module__.startswith("torch."):
+        return False  # it may not even have called Optimizer.__init__
+    return not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
 def hooks_see_gradients(module: LightningModule) -> bool:

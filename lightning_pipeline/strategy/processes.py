@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.collectives import over_replicas_in_hooks
-from lightning_pipeline.engine.replica_collectives import World
+from lightning_pipeline.engine.replica_collectives import World, all_reduced
+from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.users_code import is_asked_in_run
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
@@ -293,6 +294,9 @@ class ProcessStrategy(ParallelStrategy):
         """Over replicas: within a pipeline every rank has the same value."""
         if self.replicas is None or not isinstance(tensor, Tensor):
             return tensor
+        if users_code.step_runs():  # a stage may not have computed it yet
+            assert self.topology is not None
+            return all_reduced(World(self.topology, self.replicas), tensor, reduce_op)
         with waiting_for("a reduction over replicas"):
             return backends.reduce(tensor, reduce_op, self.replicas.group)
 
