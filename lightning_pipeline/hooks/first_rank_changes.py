@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
@@ -64,7 +65,7 @@ class FirstRankChanges:
         """What this rank has changed, and holds."""
         changed = []
         for name, tensor in _tensors_of(self._module).items():
-            if type(tensor) is Placeholder:
+            if type(tensor) is Placeholder or isinstance(tensor, DTensor):  # one rank alone cannot write into slices
                 continue
             before, memory = self._before.get(name), memory_of(tensor)
             if before is None or tensor is not before.tensor:

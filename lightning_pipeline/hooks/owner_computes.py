@@ -83,6 +83,7 @@ class OwnerComputes(TorchFunctionMode):
         self.saved = SavedStates(self._exchanges, self._keys, self._rank)
         self.lending = Lending(direct, self._keys)
         self._first_rank = FirstRank(module, direct, self._keys)
+        self._have_met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if in_hook.is_rank_known:
@@ -215,7 +216,7 @@ class OwnerComputes(TorchFunctionMode):
             return describe(func, args, kwargs)
         if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
             return func(*args, **kwargs)
-        if in_hook.is_rank_known:
+        if in_hook.is_rank_known and not self._have_met:
             found = self._alone(func, kind, name, args, kwargs)
             if found is not _TOGETHER:
                 return found
@@ -233,7 +234,7 @@ class OwnerComputes(TorchFunctionMode):
         if name == "data.__set__":
             return self._set_data(*args)
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
-            return on_whole_tensors(self.__torch_function__, func, args, kwargs, name)
+            return on_whole_tensors(self._run_met, func, args, kwargs, name)
         if kind is FunctionKind.HOOKS:
             if type(args[0]) is Placeholder and not args[0].spec.is_parameter:  # the hook runs where the data is
                 return RemovableHandle(OrderedDict())
@@ -260,6 +261,14 @@ class OwnerComputes(TorchFunctionMode):
         if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)
+
+    def _run_met(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call at which the first rank has been met: ranks without slices come to it once."""
+        before, self._have_met = self._have_met, True
+        try:
+            return self.__torch_function__(func, types, args, kwargs)
+        finally:
+            self._have_met = before
 
     def _alone(self, func: Any, kind: FunctionKind, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result on the first rank, if it runs the call alone with operands of other ranks; else `_TOGETHER`."""

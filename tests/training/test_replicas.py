@@ -527,22 +527,24 @@ def test_a_replica_may_have_nothing_to_train_on() -> None:
         torch.testing.assert_close(rank, expected)
 
 
-def searched(folder: Path, world: int) -> dict[str, Tensor]:
+def searched(folder: Path, data_parallel: str, world: int) -> dict[str, Tensor]:
     """Weights after a search for a learning rate, whose steps run within a hook that asks for the rank."""
     L.seed_everything(1, verbose=False)
     layout: dict[str, Any] = {"num_stages": 1}
     if world > 1:
-        layout = {"num_stages": 2, "stage_config": gpt_stages(2), "data_parallel": "zero1"}
+        layout = {"num_stages": 2, "stage_config": gpt_stages(2), "data_parallel": data_parallel}
     strategy = PipelineStrategy(num_microbatches=4, timeout=PATIENCE_S, **layout)
     options = {**QUIET, "default_root_dir": folder, "devices": world, "max_epochs": 1, "use_distributed_sampler": False}
     trainer, module, data = L.Trainer(strategy=strategy, **options), LitTokens(), token_loader(32, 8)
     Tuner(trainer).lr_find(module, data, num_training=4, update_attr=False)
     trainer.fit(module, data)
-    return module.state_dict()
+    whole = trainer.strategy.gather_module() if world > 1 else module  # type: ignore[attr-defined]
+    return {} if whole is None else whole.state_dict()
 
 
-def test_a_search_for_a_learning_rate_leaves_replicas_alike(tmp_path: Path) -> None:
-    [expected] = launch(searched, tmp_path, 1, world=1)
-    for found in launch(searched, tmp_path, WORLD, world=WORLD):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+def test_a_search_for_a_learning_rate_leaves_replicas_alike(tmp_path: Path, data_parallel: str) -> None:
+    [expected] = launch(searched, tmp_path, "", 1, world=1)
+    found = launch(searched, tmp_path, data_parallel, WORLD, world=WORLD)[0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
