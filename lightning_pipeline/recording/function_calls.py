@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import SeededDraws, python_generators, set_python_generators
@@ -117,13 +119,21 @@ def _guarded(cls: Any) -> Any:
         return cls
 
     def checked(ctx: Any, *gradients: Any) -> Any:
-        before = dict(vars(cls))
+        before, parameters = dict(vars(cls)), getattr(ctx, _GIVEN, ())
+        gradients_before = [_gradient(parameter) for parameter in parameters]
         state, objects = getattr(ctx, _EXPECTED, (None, ()))
         if state is not None:
             _check_unchanged(cls, state, use_of(cls, objects))
         with _Refused(cls.__name__):
             found = backward(ctx, *gradients)
         _check_left_alone(cls, before, "backward")
+        if [_gradient(parameter) for parameter in parameters] != gradients_before:
+            raise CallError(
+                f"{cls.__name__}.backward gives parameters their gradients itself, which the stages that hold them "
+                f"would not know ({backward.__code__.co_filename}:{backward.__code__.co_firstlineno}): give apply the "
+                f"parameters as arguments and return their gradients, as torch.autograd.grad has them; "
+                f"torch.utils.checkpoint recomputes layers"
+            )
         if state is not None and (name := changed(state.found, use_of(cls, objects))) is not None:
             raise _done_by_one_stage(cls, "backward", f"changes {name}")
         return found
@@ -134,6 +144,8 @@ def _guarded(cls: Any) -> Any:
     def noting(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if guarded.expected is not None:
             setattr(ctx, _EXPECTED, guarded.expected)
+        if parameters := _parameters_of(args):
+            setattr(ctx, _GIVEN, parameters)
         return plain(ctx, *args, **kwargs)
 
     members = {"backward": staticmethod(checked), method: staticmethod(noting), "expected": None}
@@ -143,6 +155,22 @@ def _guarded(cls: Any) -> Any:
 
 _EXPECTED = "_expected_of_python"
 """Attribute of a context: what its backward has to find of Python."""
+
+
+_GIVEN = "_given_parameters"
+"""Attribute of a context: the parameters that its forward has been given, of modules too."""
+
+
+def _parameters_of(args: Any) -> list[nn.Parameter]:
+    """The parameters among arguments, and of the modules among them and of their methods."""
+    modules = [one for one in (getattr(arg, "__self__", arg) for arg in args) if isinstance(one, nn.Module)]
+    given = (arg for arg in args if isinstance(arg, nn.Parameter))
+    return list(dict.fromkeys([*given, *(parameter for module in modules for parameter in module.parameters())]))
+
+
+def _gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _check_unchanged(cls: Any, state: FunctionState, now: Found) -> None:
@@ -159,16 +187,21 @@ def _check_unchanged(cls: Any, state: FunctionState, now: Found) -> None:
         )
 
 
-def inferred(cls: Any, infer: Callable[[], Result | None]) -> tuple[Result | None, int]:
+def inferred(cls: Any, args: Any, infer: Callable[[], Result | None]) -> tuple[Result | None, int]:
     """What `infer` gives, which runs the forward of a function of the user's, and how often that draws.
 
     Raises:
-        NotImplementedError: it does more than that.
+        NotImplementedError: it does more than that, or calls modules among the arguments that another stage holds.
     """
     before = dict(vars(cls))
     found, num_draws, is_drawn = _infer_counted(infer)
     if is_drawn:  # perhaps by a module that was imported just now, which it is once
         found, num_draws, is_drawn = _infer_counted(infer)
+    if found is None and any(type(parameter) is Placeholder for parameter in _parameters_of(args)):
+        raise NotImplementedError(
+            f"{cls.__name__}.apply is given a module that another stage holds, and uses its weights ({users_line()}): "
+            f"give apply the weights as tensors, and use those; to recompute layers, take torch.utils.checkpoint"
+        )
     if is_drawn:
         raise _done_by_one_stage(cls, "forward", "draws from Python's or numpy's generator")
     _check_left_alone(cls, before, "forward")

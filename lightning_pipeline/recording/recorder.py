@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -210,7 +211,8 @@ class Recorder:
                 found = self.inference.result(function.inferred, call, specs)
                 self._results[key] = found and replace(found, draws=function.num_draws)
             elif hasattr(function, "applies"):
-                found, num_draws = inferred(function.applies, lambda: self.inference.result(function, call, specs))
+                infer = partial(self.inference.result, function, call, specs)
+                found, num_draws = inferred(function.applies, call.args, infer)
                 self._results[key] = found and replace(found, draws=num_draws)
             else:
                 self._results[key] = self.inference.result(function, call, specs)

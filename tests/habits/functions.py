@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.habits.modules import Layers
+from tests.habits.modules import CLASSES, Layers
 from tests.habits.table import error, habit
 
 
@@ -173,3 +173,74 @@ class AsksForNameOfClass(Layers):
         if type(hidden).__name__ == "Tensor" and str(type(hidden)) == "<class 'torch.Tensor'>":
             hidden = hidden * 0.5
         return F.cross_entropy(self.head(hidden), batch[1])
+
+
+class Calling(torch.autograd.Function):
+    """Calls a module, and gives its parameters their gradients in backward, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            found: Tensor = layer(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None
+
+
+@habit(plain=False, shows=False, expect=error(r"Calling\.backward gives parameters.*itself.*functions\.py:\d+.*return"))
+class FunctionTrainsModule(Layers):
+    """A layer of no stage in particular is trained by the backward of a function that is given it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Calling.apply(super().forward(x), self.extra)
+        return found
+
+
+@habit(plain=False, shows=False, expect=error(r"Calling\.(apply is given a module|backward (gives|draws)).*\.py:\d+"))
+class FunctionCallsLayer(Layers):
+    """The same for one of the layers, which a stage holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = Calling.apply(x, layer) + x if number == 2 else layer(x)
+        return x
+
+
+class Recomputed(torch.autograd.Function):
+    """Checkpointing of guided-diffusion's."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, length: int, *args: Any) -> Any:
+        ctx.run, ctx.inputs, ctx.parameters = run, list(args[:length]), list(args[length:])
+        with torch.no_grad():
+            return ctx.run(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.inputs = [one.detach().requires_grad_(True) for one in ctx.inputs]
+        with torch.enable_grad():
+            outputs = ctx.run(*[one.view_as(one) for one in ctx.inputs])
+        found = torch.autograd.grad(outputs, ctx.inputs + ctx.parameters, gradients, allow_unused=True)
+        return None, None, *found
+
+
+@habit(plain=False, shows=False, expect=error(r"Recomputed\.(apply is given a module|backward draws).*\.py:\d+"))
+class CheckpointingOfGuidedDiffusion(Layers):
+    """Layers are recomputed by a function that gets a bound method and their parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Recomputed.apply(layer.forward, 1, x, *layer.parameters())
+        return x
