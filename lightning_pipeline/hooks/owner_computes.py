@@ -136,7 +136,8 @@ class OwnerComputes(TorchFunctionMode):
             return
         self._exchanges.send()
         if in_hook.is_rank_known:
-            self._meet_first_rank("aside", ())
+            with _torch.DisableTorchFunction():  # what the first rank is given is no call of the user's
+                self._meet_first_rank("aside", ())
         with _torch.function_modes_taken_off() as modes:
             in_hook.on = False
             try:

@@ -18,9 +18,9 @@ class ReplicaRank(int):
     """The rank as steps and hooks get it, where ``world_size`` is the number of replicas.
 
     As a number it counts replicas, and is less than ``world_size``: samples are shared out with it, and labels of
-    gathered features found, ``torch.arange(n) + n * rank``, alike on all stages of a replica. Compared by ``==``, as a
-    condition and as text it is the rank of the process: ``if rank == 0`` is for one process alone, and each process
-    writes to a file of its own.
+    gathered features found, ``torch.arange(n) + n * rank``, alike on all stages of a replica. Compared by ``==`` and
+    ``!=``, as a condition and as text it is the rank of the process: ``if rank == 0`` is for one process alone, and
+    each process writes to a file of its own.
     """
 
     process: int
@@ -32,6 +32,9 @@ class ReplicaRank(int):
 
     def __eq__(self, other: object) -> bool:
         return self.process == other
+
+    def __ne__(self, other: object) -> bool:  # int has its own
+        return self.process != other
 
     def __bool__(self) -> bool:
         return self.process != 0

@@ -293,3 +293,14 @@ class WeightsChangedWhenSaved(Layers):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.mul_(0.9)
+
+
+@habit(plain=False, shows=False)  # the files are compared
+class StateSavedByFirstRankThenCheckpoint(Layers):
+    """All ranks take the state, rank 0 alone saves it, and all of them save a checkpoint in the same hook."""
+
+    def on_train_epoch_end(self) -> None:
+        state = self.state_dict()
+        if self.trainer.is_global_zero:
+            torch.save(state, folder_of(self) / f"{self.current_epoch}.pt")
+        self.trainer.save_checkpoint(folder_of(self) / f"{self.current_epoch}.ckpt")

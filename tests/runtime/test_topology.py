@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeline.runtime.topology import Topology
+from lightning_pipeline.runtime.topology import ReplicaRank, Topology
 
 
 def test_ranks_of_a_grid() -> None:
@@ -60,3 +63,12 @@ def test_mesh() -> None:
         assert mesh.shape == (1, 1)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_rank_in_a_hook_counts_replicas_and_is_one_process() -> None:
+    first, second = ReplicaRank(0, process=0), ReplicaRank(0, process=2)
+    assert (first == 0, first != 0, bool(first)) == (True, False, False)
+    assert (second == 0, second != 0, bool(second)) == (False, True, True)
+    assert (3 * second, [7, 8][second], f"{second}", str(second), second >= 1) == (0, 7, "2", "2", False)
+    for copied in (copy.deepcopy(second), pickle.loads(pickle.dumps(second))):
+        assert copied == 2 and copied + 1 == 1
