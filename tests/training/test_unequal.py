@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -99,7 +100,11 @@ def run_all(world: int, folder: str, names: list[str]) -> dict[str, Any]:
         return {"one": run(1, {}, folder)}
     found = {name: run(world, RUNS[name][0], folder, **RUNS[name][1]) for name in names}
     found["from the other cut"] = run(world, {"net.blocks.2": 1}, folder, ckpt_path=f"{folder}/{world}.ckpt")
-    return {"runs": found, "slow": on_one_slow_rank(1), "memory": with_one_large_memory(folder)}
+    return {
+        "runs": found,
+        "slow": [on_one_slow_rank(1) for _ in range(3)],
+        "memory": with_one_large_memory(folder),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -149,9 +154,10 @@ def test_schedules_in_a_v_are_searched_where_the_stages_are_in_one(ranks: Any) -
 
 
 def test_a_rank_that_is_four_times_slower_gets_fewer_layers(ranks: Any) -> None:
-    for plan in (rank["slow"] for rank in ranks):
-        sizes = {stage["rank"]: stage["parameter_bytes"] for stage in plan["stages"]}
-        assert sizes[1] <= 0.35 * sum(sizes.values())  # a fifth, and a layer more, as measurements differ
+    """A fifth, and a layer more, as measurements differ: of three, one may fall into another process's burst."""
+    for plans in (rank["slow"] for rank in ranks):
+        sizes = [{stage["rank"]: stage["parameter_bytes"] for stage in plan["stages"]} for plan in plans]
+        assert statistics.median(size.get(1, 0) / sum(size.values()) for size in sizes) <= 0.35
 
 
 def test_the_stage_that_needs_it_is_on_the_rank_with_more_memory(ranks: Any) -> None:
