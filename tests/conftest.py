@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ SECONDS = {
     "training/test_tensor_parallel": 14,
     "training/test_replicas": 14,
     "training/test_checkpoint_memory": 14,
-    "test_imports": 14,
     "runtime/test_store": 14,
     "examples/test_notebook": 14,
     "training/test_three_dimensions": 13,
@@ -59,6 +59,13 @@ FAILED_SETUPS: dict[int, tuple[BaseException, str]] = {}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -SECONDS.get(item.path.relative_to(TESTS).with_suffix("").as_posix(), 0))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and what they import are there to stay: neither the collector nor what asks it for objects,
+    as `views_of` does, need look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-PRELOADED = ["lightning.pytorch", "lightning_pipeline.strategy"]
+PRELOADED = ["lightning.pytorch", "lightning_pipeline.strategy", "pytest"]
 
 PATIENCE_S = 300.0
 """How long a test waits for what ought to come. It is there to end a hang: a machine may be slow and busy."""

@@ -1,4 +1,7 @@
-"""`import lightning_pipeline` registers the strategies, however it is imported, and does not cost torch."""
+"""`import lightning_pipeline` registers the strategies, however it is imported.
+
+It costs neither torch nor, beside Lightning, what takes long.
+"""
 
 from __future__ import annotations
 

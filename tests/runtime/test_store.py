@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,48 +22,51 @@ import torch.distributed as dist
 from lightning_pipeline.runtime import rendezvous
 from lightning_pipeline.runtime.errors import PipelineTimeoutError
 from lightning_pipeline.runtime.store import BoundedStore, Mail, RollCall, StoreLostError
-from tests.launching import PATIENCE_S, SOON_S, free_port
+from tests.launching import PATIENCE_S, PRELOADED, SOON_S, free_port
 
 pytestmark = pytest.mark.multiprocess
 
 LIMIT = timedelta(seconds=1)
-HOST = """
-import sys
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print("there", flush=True)
-sys.stdin.read()
-"""
+
+
+def serve(port: int, pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # noqa: F841 - it goes on
+    pipe.send("there")
+    threading.Event().wait()
 
 
 @contextmanager
-def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that hosts a store, and its port."""
+def host() -> Iterator[tuple[int, int]]:
+    """A process that hosts a store, until it is killed, by its number, and the store's port."""
     port = free_port()
-    command = [sys.executable, "-c", HOST, str(port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline()
-        try:
-            yield process, port
-        finally:
-            process.kill()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(port, writer), daemon=True)
+    process.start()
+    writer.close()
+    assert reader.recv() == "there"
+    try:
+        yield process.pid, port
+    finally:
+        process.kill()
+        process.join()
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(pid: int) -> None:
     """Stop a process, and wait until all of its threads have: until then they answer."""
-    process.send_signal(signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + SOON_S
     while not all(
         (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-        for task in Path(f"/proc/{process.pid}/task").iterdir()
+        for task in Path(f"/proc/{pid}/task").iterdir()
     ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[subprocess.Popen[str], int]]:
+def shared() -> Iterator[tuple[int, int]]:
     with host() as found:
         yield found
 
@@ -105,13 +107,13 @@ def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
             stores[name].check("there")
         return str(error.value), time.monotonic() - started
 
-    with host() as (process, port):
+    with host() as (pid, port):
         shared = connect(port)
         stores = {name: shared.clone() for name in CALLS}
         shared.set("there", "1")
         for store in stores.values():
             store.put_limit(LIMIT)
-        stop(process)
+        stop(pid)
         with ThreadPoolExecutor(len(CALLS)) as threads:
             futures = {name: threads.submit(outcome, name) for name in CALLS}
             for name, future in futures.items():
@@ -122,21 +124,20 @@ def test_no_call_waits_for_ever_for_a_stopped_host() -> None:
 
 
 def test_a_host_that_stops_for_a_while_is_waited_for(shared: Any) -> None:
-    process, port = shared
+    pid, port = shared
     store = connect(port)
     assert store.add("counted", 1) == 1
-    stop(process)
-    threading.Timer(1.5, process.send_signal, [signal.SIGCONT]).start()
+    stop(pid)
+    threading.Timer(1.5, os.kill, [pid, signal.SIGCONT]).start()
     assert store.add("counted", 1) == 2
     assert not store.wait(["nowhere"], timedelta(seconds=0.1))
     assert store.get("counted") == "2"
 
 
 def test_a_host_that_ends_is_told(shared: Any) -> None:
-    with host() as (process, port):
+    with host() as (pid, port):
         store = connect(port)
-        process.kill()
-        process.wait()
+        os.kill(pid, signal.SIGKILL)
         with pytest.raises(StoreLostError, match=r"rank 3 lost its connection to rank 0, .*: its process has ended"):
             store.check("there")
 

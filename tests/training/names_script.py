@@ -1,27 +1,31 @@
-"""Trains on some stages with Trainers of Lightning's names, and writes what came of it; run by test_names.
+"""Trains with Trainers of Lightning's names, and writes what came of it; run by test_names.
 
-Usage: names_script.py FOLDER NUM_STAGES NAME...
+One interpreter imports what takes long. Each rank is a fork of it, in the environment that a launcher gives.
+
+Usage: names_script.py FOLDER PORT NUM_STAGES,... NAME...
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-FOLDER, NUM_STAGES, NAMES = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+FOLDER, PORT, NUMBERS, NAMES = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), sys.argv[4:]
 LIGHTNING = {name: import_module(name) for name in NAMES}
 
 import lightning_pipeline  # noqa: E402  as scripts do: after Lightning
 
 
-def fitted(pl: Any) -> dict[str, Any]:
+def fitted(pl: Any, num_stages: int) -> dict[str, Any]:
     class Net(pl.LightningModule):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             super().__init__()
@@ -48,18 +52,18 @@ def fitted(pl: Any) -> dict[str, Any]:
             optimizer = torch.optim.Adam(self.parameters(), 0.01)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-    folder = FOLDER / pl.__name__ / str(NUM_STAGES)
+    folder = FOLDER / pl.__name__ / str(num_stages)
     pl.seed_everything(1, verbose=False)
     net = Net()
     loader = DataLoader(TensorDataset(torch.randn(24, 8), torch.randn(24, 8)), 8)
     callbacks = [pl.callbacks.ModelCheckpoint(folder, monitor="val/loss"), pl.callbacks.EarlyStopping("val/loss")]
-    if NUM_STAGES > 1:
+    if num_stages > 1:
         callbacks.append(lightning_pipeline.PipelineTimeline(folder, every_n_steps=2))
     trainer = pl.Trainer(
         strategy=lightning_pipeline.PipelineStrategy(
-            stage_config={"layers.2": 1} if NUM_STAGES > 1 else None, num_stages=NUM_STAGES, num_microbatches=4
+            stage_config={"layers.2": 1} if num_stages > 1 else None, num_stages=num_stages, num_microbatches=4
         ),
-        devices=NUM_STAGES,
+        devices=num_stages,
         accelerator="cpu",
         max_epochs=2,
         gradient_clip_val=0.5,
@@ -82,7 +86,22 @@ def fitted(pl: Any) -> dict[str, Any]:
     }
 
 
+def run(num_stages: int, rank: int) -> NoReturn:
+    """The work of a rank, which ends its process."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(num_stages))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT)
+    try:
+        found = {name: fitted(pl, num_stages) for name, pl in LIGHTNING.items()}
+        torch.save(found, FOLDER / f"{'+'.join(NAMES)}-{num_stages}-{rank}.pt")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    found = {name: fitted(pl) for name, pl in LIGHTNING.items()}
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    torch.save(found, FOLDER / f"{'+'.join(NAMES)}-{NUM_STAGES}-{rank}.pt")
+    failed = 0
+    for number in NUMBERS:
+        ranks = [os.fork() or run(int(number), rank) for rank in range(int(number))]
+        failed += sum(os.waitpid(rank, 0)[1] != 0 for rank in ranks)
+    sys.exit(failed)
