@@ -56,8 +56,9 @@ def test_other_weights_are_seen() -> None:
     assert "other weights than without the fault: weight" in told
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("trials", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [1, 3])
 def test_a_campaign(trials: int, tmp_path: Path) -> None:
     kinds = ["kill", "raise", "exit"]
     assert (

@@ -23,7 +23,7 @@ from tests.training.runs import QUIET, Losses, differing, weights
 
 # The simulation's groups are Python objects, which the flight recorder of 2.15 does not take.
 pytestmark = pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch_npu is for torch 2.13")
-NUM_BATCHES = 4
+NUM_BATCHES = 2
 
 
 class LitMLP(L.LightningModule):

@@ -140,7 +140,7 @@ def test_a_stage_without_modules_among_others_is_told_of() -> None:
     assert any("stage 1 is never reached" in text and "gives it 'unused'" in text for text in found)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_that_a_step_draws_are_refused_with_replicas(num_stages: int) -> None:
     for end in errors_of("DrawsWeights", world=2 * num_stages, num_stages=num_stages):
         assert "normal_ draws random numbers into second.weight" in end.error and "modules.py" in end.error

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 nbclient = pytest.importorskip("nbclient", reason="it runs notebooks")
 nbformat = pytest.importorskip("nbformat", reason="it reads notebooks")

@@ -26,24 +26,26 @@ NAMES = {
     "4": list(CASES),
     "2x2": [name for index, name in enumerate(CASES) if index % 3 == 0 or name in ABOUT_VIRTUAL_STAGES],
 }
-# What follows is run by default, the rest where there is time for it. What the others show on two stages, they show on
-# four and on virtual ones. Some are variants: bert is vit but for what it embeds, and llama a gpt2. Others are habits
-# of tests/habits that run by default.
+# What follows is run by default, the rest where there is time for it. What models show on two stages, they show on four
+# and on virtual ones. Some are variants: bert is vit but for what it embeds, and llama a gpt2. Others are habits of
+# tests/habits that run by default.
 OFTEN = {
     "plain": {"gpt2", "keeps_state"},
     "2": {
         *("gpt2", "gpt2_embedding_as_head", "gpt2_dropout", "gpt2_checkpointing", "unet", "frozen"),
-        *("layerdrop", "collects_in_leaves", "checkpoint_reentrant", "operates_on_buffers", "shared_layer"),
+        *("layerdrop", "shared_layer"),
     },
     "4": {"gpt2", "shared_layer"},
     "2x2": {"keeps_state", "shared_layer"},
 }
+SLOW = "4"
+"""The layout of which nothing is run by default."""
 
 
 def laid_out(*layouts: str) -> list[Any]:
     """The names of these layouts' cases, with the layout."""
     return [
-        pytest.param(name, layout, marks=() if name in OFTEN[layout] else pytest.mark.slow)
+        pytest.param(name, layout, marks=() if name in OFTEN[layout] and layout != SLOW else pytest.mark.slow)
         for layout in layouts
         for name in NAMES[layout]
     ]
@@ -65,6 +67,8 @@ def results(request: pytest.FixtureRequest) -> Results:
     compared = {name for names in wanted.values() for name in names}
     wanted["1"] = [name for name in CASES if name in compared]
     early = {"1", "2"} | {item.callspec.params["early"] for item in items if "early" in params_of(item)}
+    if SLOW not in early and not any(params_of(item).get("layout") == SLOW for item in items):
+        del wanted[SLOW]
     return {
         layout: launch(train, layout, names, layout in early, world=1 if layout == "plain" else int(layout[0]))
         for layout, names in wanted.items()
@@ -174,7 +178,7 @@ def test_steps_that_return_early_give_their_outputs(results: Results, early: str
         assert torch.equal(rank["early"], one["early"])
 
 
-@pytest.mark.parametrize("layout", STAGES)
+@pytest.mark.parametrize("layout", ["2", pytest.param(SLOW, marks=pytest.mark.slow), "2x2"])
 def test_trainers_that_follow_one_another_share_their_connections(results: Results, layout: str) -> None:
     for rank in range(int(layout[0])):
         names = [name for name in NAMES[layout] if name in results[layout][rank]]

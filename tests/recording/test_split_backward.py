@@ -497,7 +497,9 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return module(inputs_embeds=x, labels=torch.arange(12).view(2, 6)).loss
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "mixtral", "albert"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "mixtral", "albert"))]
+)
 def test_hugging_face(name: str) -> None:
     torch.manual_seed(0)
     check(hugging_face(name).train(), loss_of, 2, 6, 16, order="I0 I1 W0 I2 W1 W2")

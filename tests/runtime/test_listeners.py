@@ -86,7 +86,7 @@ def torchs(interface: str) -> Addresses:
 
 @pytest.mark.parametrize(
     "interface",
-    ["", *(pytest.param(name, marks=[pytest.mark.slow] * (name != "lo")) for name in interfaces())],
+    ["", *(pytest.param(name, marks=pytest.mark.slow) for name in interfaces())],
     ids=lambda name: name or "as it comes",
 )
 def test_a_run_listens_where_torch_does(interface: str, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Peaks(Callback):
 def run(
     schedule: str, stage_config: dict[str, int], world: int, *, default_root_dir: str | None = None, **options: Any
 ) -> dict[str, Any]:
+    """An epoch of twelve steps, of which the first ten are recorded at most, where a schedule is chosen."""
     L.seed_everything(1, verbose=False)
     losses, peaks = Losses(), Peaks()
     strategy = {"schedule": schedule, "num_microbatches": NUM_MICROBATCHES, **options}
@@ -52,10 +53,10 @@ def run(
         world=world,
         strategy=strategy,
         callbacks=[losses, peaks],
-        max_epochs=2,
+        max_epochs=1,
         default_root_dir=default_root_dir,
     )
-    trainer.fit(LitTokens(dropout=0.1), token_loader(8 * 7 + 5, 8))  # the last batch has other micro-batches
+    trainer.fit(LitTokens(dropout=0.1), token_loader(8 * 11 + 5, 8))  # the last batch has other micro-batches
     advice, advisor = trainer.strategy.advice, trainer.strategy.session.advisor
     return {
         "kept": advisor and advisor.kept,

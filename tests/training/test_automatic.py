@@ -138,10 +138,10 @@ class FastPath(LitTokens):
 VALIDATING = (CallsOthers, ReturnsEarly, FastPath)
 
 
-def validating(world: int, with_slow: bool) -> dict[str, Any]:
+def validating(world: int) -> dict[str, Any]:
     """Fits that begin with a validation of another kind, before which a Trainer has validated as well."""
     found = {}
-    for kind in VALIDATING if with_slow else VALIDATING[:1]:
+    for kind in VALIDATING:
         L.seed_everything(1, verbose=False)
         module, losses, seen = kind(), Losses(), []
 
@@ -397,7 +397,7 @@ def run_all(world: int, folder: str, names: list[str], with_slow: bool) -> dict[
             found[name] = watched(world, {**RUNS[name]}, max_epochs=1)
     with measured_shortly():
         rare = rare_ones(world) if with_slow else {}
-        return {"runs": found, "validating": validating(world, with_slow), **others(world, folder), **rare}
+        return {"runs": found, **others(world, folder), **rare}
 
 
 def others(world: int, folder: str) -> dict[str, Any]:
@@ -406,8 +406,6 @@ def others(world: int, folder: str) -> dict[str, Any]:
         "saved": saved_and_read(world, folder),
         "meta": on_meta(world),
         "out of memory": out_of_memory(world),
-        "left out": layers_left_out(world),
-        "learning rate": found_learning_rate(world),
         "unequal": unequal(world),
         "another": another_is_faster(world),
         "badly cut": badly_cut(world),
@@ -418,6 +416,9 @@ def others(world: int, folder: str) -> dict[str, Any]:
 def rare_ones(world: int) -> dict[str, Any]:
     """Those of slow tests."""
     return {
+        "validating": validating(world),
+        "left out": layers_left_out(world),
+        "learning rate": found_learning_rate(world),
         "predictions": only_predicting(world),
         "stream": a_stream(world),
         "twice": all_called_twice(world),
@@ -483,9 +484,8 @@ def test_a_sanity_check_and_other_trainers_come_before_and_after(one: Any, ranks
         assert rank["sanity"]["second"] is None  # its parts are on their ranks already
 
 
-@pytest.mark.parametrize(
-    "kind", [VALIDATING[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in VALIDATING[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", VALIDATING)
 def test_the_training_step_decides_whatever_is_validated_before(kind: Any, one: Any, ranks: Any) -> None:
     expected = one["validating"][kind.__name__]
     for rank in ranks:
@@ -526,6 +526,7 @@ def test_what_does_not_fit_to_be_measured_is_estimated(ranks: Any) -> None:
         assert not plan["is_measured"] and not plan["is_tried"]
 
 
+@pytest.mark.slow
 def test_layers_that_are_left_out_at_random(one: Any, ranks: Any) -> None:
     assert len(one["left out"]["losses"]) == 6
     for rank in ranks:
@@ -540,6 +541,7 @@ def test_modules_that_are_called_twice_are_shared_out(one: Any, ranks: Any) -> N
         assert {*rank["twice"]["cut"].values()} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_learning_rate_is_searched_for_before_the_cut(one: Any, ranks: Any) -> None:
     assert one["learning rate"]["found"]["loss"]
     for rank in ranks:

@@ -124,7 +124,7 @@ def error_of(module: Any, **options: Any) -> str:
 
 
 FILES = ("model.ckpt", "model.safetensors", "sharded", "distributed")
-MORE = {"gpt", "model.ckpt", "distributed"}
+MORE = {"gpt", "model.ckpt", "model.safetensors", "distributed"}
 
 
 def often(names: Iterable[str]) -> list[Any]:

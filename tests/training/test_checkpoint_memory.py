@@ -26,7 +26,7 @@ pytestmark = [
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 WIDTH = 2048
-LAYERS = 4  # of a stage
+LAYERS = 2  # of a stage
 TENSOR = WIDTH * WIDTH * 4 / 2**20  # MiB
 WEIGHTS, STATE = LAYERS * TENSOR, 2 * LAYERS * TENSOR  # of a stage; AdamW keeps two tensors for each
 SLACK = 8  # MiB: small objects, buffers of connections, code that runs for the first time

@@ -63,18 +63,18 @@ def write(num_stages: int, folder: Path, dropout: float = 0.0) -> dict[str, Any]
     return {**result, "validated": metrics["val_loss"]}
 
 
-def write_twice(folder: Path) -> dict[str, Any]:
-    """Two stages' runs, without and with dropout."""
-    return {"two": write(2, folder / "two"), "dropout": write(2, folder / "dropout", 0.1)}
+def write_twice(folder: Path, dropouts: dict[str, float]) -> dict[str, Any]:
+    """Two stages' runs."""
+    return {name: write(2, folder / name, dropout) for name, dropout in dropouts.items()}
 
 
-def resume(num_stages: int, folder: Path) -> dict[str, Any]:
+def resume(num_stages: int, folder: Path, with_slow: bool) -> dict[str, Any]:
     """What is left to do after the checkpoints of two stages and of plain Lightning."""
     runs: dict[str, Any] = {}
     for by in ("two", "plain"):
         trainer = trainer_of(num_stages, enable_checkpointing=False)
         runs[by] = finish(trainer, num_stages, ckpt_path=folder / by / "epoch0.ckpt")
-    if num_stages != PLAIN:  # which counts other batches, and draws its dropout otherwise
+    if num_stages != PLAIN and with_slow:  # plain Lightning counts other batches, and draws its dropout otherwise
         trainer = trainer_of(num_stages, enable_checkpointing=False)
         runs["dropout"] = finish(trainer, num_stages, dropout=0.1, ckpt_path=folder / "dropout" / "step4.ckpt")
     return runs
@@ -94,9 +94,9 @@ def plain(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two_stages(folder: Path) -> list[dict[str, Any]]:
-    """Two stages' uninterrupted runs, by rank."""
-    return launch(write_twice, folder, world=2)
+def two_stages(folder: Path, with_slow: bool) -> list[dict[str, Any]]:
+    """Two stages' uninterrupted runs, by rank; with dropout among slow tests."""
+    return launch(write_twice, folder, {"two": 0.0, **({"dropout": 0.1} if with_slow else {})}, world=2)
 
 
 def test_files_look_like_plain_lightnings(folder: Path, plain: Any, two_stages: Any) -> None:
@@ -132,10 +132,10 @@ def outline(value: Any) -> Any:
     [pytest.param(PLAIN, id="plain"), 2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))],
 )
 def test_a_run_resumes_with_the_losses_of_the_uninterrupted_one(
-    num_stages: int, folder: Path, plain: Any, two_stages: Any
+    num_stages: int, folder: Path, plain: Any, two_stages: Any, with_slow: bool
 ) -> None:
-    ranks = launch(resume, num_stages, folder, world=max(num_stages, 1))
-    expected = {"two": (plain, 3), "plain": (plain, 3), "dropout": (two_stages[0]["dropout"], 4)}
+    ranks = launch(resume, num_stages, folder, with_slow, world=max(num_stages, 1))
+    expected = {"two": (plain, 3), "plain": (plain, 3), "dropout": (two_stages[0].get("dropout"), 4)}
     for rank in ranks:
         for name, run in rank.items():
             uninterrupted, done = expected[name]
@@ -148,8 +148,13 @@ def test_a_run_resumes_with_the_losses_of_the_uninterrupted_one(
 def test_two_stages_are_uninterrupted_alike(plain: Any, two_stages: Any) -> None:
     for rank in two_stages:
         assert rank["two"]["losses"] == plain["losses"]
-        assert rank["dropout"]["losses"] == two_stages[0]["dropout"]["losses"] != plain["losses"]
     assert not differing(two_stages[0]["two"]["weights"], plain["weights"])
+
+
+@pytest.mark.slow
+def test_both_ranks_draw_the_same_dropout(plain: Any, two_stages: Any) -> None:
+    first, second = (rank["dropout"]["losses"] for rank in two_stages)
+    assert first == second != plain["losses"]
 
 
 def test_a_file_opens_without_the_pipeline(folder: Path, two_stages: Any) -> None:

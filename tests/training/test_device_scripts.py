@@ -52,6 +52,7 @@ STARTS = {
     "Lightning's launcher": Start([], None, {}),
     "Lightning's launcher without a table": Start(["-s", "-v"], None, {"RANK_TABLE_FILE": ""}),
 }
+MORE = {"Lightning's launcher without a table", "a device twice"}
 ONCE_EACH = "start the script once for each device of the rank table, with a DEVICE_ID of its own"
 FAULTS: dict[str, tuple[Start, list[str]]] = {
     "a device twice": (Start(None, (5, 5), {}), [f"are both rank 0; {ONCE_EACH}"] * 2),
@@ -111,9 +112,10 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """How the processes of each job ended. All run at once."""
+def jobs(folder: Path, with_slow: bool) -> dict[str, list[tuple[int, str]]]:
+    """How the processes of each job ended. All run at once; those of MORE with slow tests."""
     everything = {**STARTS, **{name: job for name, (job, _) in FAULTS.items()}}
+    everything = {name: job for name, job in everything.items() if with_slow or name not in MORE}
     with ExitStack() as stack:
         python, console = (stack.enter_context(closing(Host(script, TIMEOUT))) for script in (SCRIPT, CONSOLE))
         running = {}
@@ -124,13 +126,14 @@ def jobs(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 def test_every_way_to_start_it_trains_the_same(jobs: Any, folder: Path) -> None:
-    for name in STARTS:
+    starts = {name: start for name, start in STARTS.items() if name in jobs}
+    for name in starts:
         for exit_code, output in jobs[name]:
             assert exit_code == 0, f"{name}: {output}"
-    found = {name: results(folder / name) for name in STARTS}
+    found = {name: results(folder / name) for name in starts}
     losses = found["python"][0]["losses"]
     assert len(losses) == 3
-    for name, job in STARTS.items():
+    for name, job in starts.items():
         for rank, result in enumerate(found[name]):
             assert (result["stage"], result["losses"]) == (rank, losses), name
             environment = "LightningEnvironment" if job.devices is None else "RankTableEnvironment"
@@ -143,7 +146,7 @@ def test_every_way_to_start_it_trains_the_same(jobs: Any, folder: Path) -> None:
     assert told in first and "RANK_ID is not set" not in second
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in FAULTS])
 def test_what_goes_wrong_is_told_by_every_process(name: str, jobs: Any) -> None:
     for (exit_code, output), words in zip(jobs[name], FAULTS[name][1], strict=True):
         assert exit_code == 1, output

@@ -196,14 +196,15 @@ def write_all(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def alone(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
+def alone(world: int, folder: Path, names: list[str], with_slow: bool) -> dict[str, Any]:
     """One process's own run, and the rest of the others'."""
     layout = {"num_stages": 1}
     found: dict[str, Any] = {"whole": fit(trainer_of(world, layout), layout)}
     for name in names:
         found[name] = fit(trainer_of(world, layout), layout, folder / name / "epoch=0.ckpt")
-    found["back"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "back.ckpt")
-    found["file"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "from.ckpt")
+    if with_slow:
+        found["back"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "back.ckpt")
+        found["file"] = fit(trainer_of(world, layout, max_epochs=EPOCHS + 1), layout, folder / "from.ckpt")
     other, one_group = LitOther(), LitOneGroup()
     before = copy.deepcopy(other.double().state_dict())
     source = folder / "2 x 2, fsdp"
@@ -238,7 +239,7 @@ def convert(*arguments: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path, ranks: Any, names: list[str]) -> dict[str, Any]:
+def one(folder: Path, ranks: Any, names: list[str], with_slow: bool) -> dict[str, Any]:
     """What one process does with the folders, and with what has been converted."""
     source = folder / "2 x 2, fsdp"
     convert(source / "file.ckpt", folder / "back.ckpt")
@@ -246,7 +247,7 @@ def one(folder: Path, ranks: Any, names: list[str]) -> dict[str, Any]:
     shutil.copytree(source / "end.ckpt", source / "short.ckpt")
     largest = max((source / "short.ckpt").glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    return launch(alone, 1, folder, names, world=1)[0]
+    return launch(alone, 1, folder, names, with_slow, world=1)[0]
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -310,6 +311,7 @@ def test_runs_resume_in_another_layout(name: str, ranks: Any, one: Any) -> None:
     assert len(ranks[0][f"resumed {name}"]["losses"]) == half
 
 
+@pytest.mark.slow
 def test_a_converted_folder_goes_on_as_the_file_does(one: Any) -> None:
     assert one["back"]["losses"] == one["file"]["losses"] != []
     assert equal(one["back"]["weights"], one["file"]["weights"])

@@ -107,7 +107,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {"replicas": {}, "fsdp": {"data_parallel": 
 NAMES = ["replicas", pytest.param("fsdp", marks=pytest.mark.slow)]
 
 
-def run(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
+def run(world: int, folder: Path, names: list[str], with_slow: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         options = LAYOUTS[name]
@@ -168,7 +168,8 @@ def run(world: int, folder: Path, names: list[str]) -> dict[str, Any]:
         "trainer": copied(keeps.trainer),
         "module": gathered is None or copied(gathered),
     }
-    found["refitted"] = refit_elsewhere(world, folder)
+    if with_slow:
+        found["refitted"] = refit_elsewhere(world, folder)
     return found
 
 
@@ -188,8 +189,8 @@ def copied(value: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def found_by_rank(folder: Path, wanted: Any) -> list[dict[str, Any]]:
-    return launch(run, 4, folder, wanted(LAYOUTS, ["fsdp"], "name"), world=4)
+def found_by_rank(folder: Path, wanted: Any, with_slow: bool) -> list[dict[str, Any]]:
+    return launch(run, 4, folder, wanted(LAYOUTS, ["fsdp"], "name"), with_slow, world=4)
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +239,7 @@ def test_a_hugging_face_model_is_saved_by_its_own_method(found: Any, folder: Pat
         assert torch.equal(saved[f"model.{key}"], value), key
 
 
+@pytest.mark.slow
 def test_a_module_that_an_error_left_in_parts_becomes_whole_by_another_run(found_by_rank: Any, folder: Path) -> None:
     saved = torch.load(folder / "refitted.ckpt", weights_only=True)["state_dict"]
     for found in found_by_rank:

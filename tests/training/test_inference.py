@@ -277,7 +277,7 @@ def run_one(path: str) -> Result:
     }
 
 
-def run_two(path: str) -> Result:
+def run_two(path: str, with_slow: bool) -> Result:
     def make(stage_config: dict[str, int] = cut(2), strategy: Any = None, **options: Any) -> L.Trainer:  # noqa: B008
         return pipeline_trainer(stage_config, world=2, strategy=strategy, **options)
 
@@ -289,7 +289,7 @@ def run_two(path: str) -> Result:
 
     return {
         "predictions": [predictions(make), predictions(virtual("zbv"))],
-        "evaluations": [evaluations(make), evaluations(virtual("zbv"))],
+        "evaluations": [evaluations(make), *([evaluations(virtual("zbv"))] if with_slow else ())],
         "kept": predictions(kept),
         "written": written(make),
         "kept written": written(kept),
@@ -322,8 +322,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def two(path: str) -> list[Result]:
-    return launch(run_two, path, world=2)
+def two(path: str, with_slow: bool) -> list[Result]:
+    return launch(run_two, path, with_slow, world=2)
 
 
 @pytest.fixture(scope="module")

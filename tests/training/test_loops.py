@@ -23,6 +23,7 @@ pytestmark = pytest.mark.multiprocess
 
 WORLD = 2
 MORE = {
+    "several",
     "predict_first",
     "overfit",
     "averaged",
@@ -328,7 +329,7 @@ def compare_losses_and_metrics(found: Result, expected: Result) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ending", "several", "data_module", "hooks"),
+        *("ending", "data_module", "hooks"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(MORE - {"predict_first"})),
     ],
 )

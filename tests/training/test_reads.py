@@ -173,7 +173,7 @@ RUNS = (
     *(("everything", schedule, parts) for schedule, parts in (("interleaved_1f1b", 2), ("zero_bubble", 1))),
     *(("rarely", schedule, parts) for schedule, parts in (("zbv", 2), ("gpipe", 1))),
 )
-OFTEN = {(kind, "1f1b", 1) for kind in ("counting", "everything", "rarely", "guarding", "branching", "writing")}
+OFTEN = {(kind, "1f1b", 1) for kind in ("counting", "rarely", "guarding", "branching")}
 MORE = [case for case in RUNS if case not in OFTEN]
 
 

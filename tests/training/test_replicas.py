@@ -542,7 +542,7 @@ def searched(folder: Path, data_parallel: str, world: int) -> dict[str, Tensor]:
     return {} if whole is None else whole.state_dict()
 
 
-@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("data_parallel", [pytest.param("zero1", marks=pytest.mark.slow), "fsdp"])
 def test_a_search_for_a_learning_rate_leaves_replicas_alike(tmp_path: Path, data_parallel: str) -> None:
     [expected] = launch(searched, tmp_path, "", 1, world=1)
     found = launch(searched, tmp_path, data_parallel, WORLD, world=WORLD)[0]

@@ -59,7 +59,7 @@ CASES = {
     "random data": Case(stop=4, randomly=True),
     "fp16": Case(stop=4, fp16=True, dropout=0.2),
 }
-MORE = {"one_cycle", "end of an epoch", "within a window"}  # what the others show as well, or nearly so
+MORE = {"one_cycle", "end of an epoch", "within a window", "random data"}  # what the others show as well, or nearly so
 EXACT_IN_PLAIN = [name for name, case in CASES.items() if not case.dropout]  # whose random numbers are others
 # Of the others Lightning loses something: the state of a loader without one, gradients within a window, and the step
 # of a ReduceLROnPlateau at the end of the epoch in which it goes on.

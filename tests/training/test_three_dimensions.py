@@ -222,7 +222,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any, with_slow: bo
     modes = [mode for mode in MODES if with_slow or mode in OFTEN]
     one: Cases = {
         "one": {**PLAIN, **CLIPPED, "save": folder / "one.ckpt"},
-        "one resumed": {**PLAIN, **CLIPPED, "resume": folder / "one.ckpt"},
+        **({"one resumed": {**PLAIN, **CLIPPED, "resume": folder / "one.ckpt"}} if with_slow else {}),
     }
     eight: Cases = {
         **{
@@ -242,7 +242,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any, with_slow: bo
     if not with_slow:
         eight, four = ({name: case for name, case in cases.items() if name in OFTEN} for cases in (eight, four))
     found: dict[str, list[dict[str, Any]]] = {}
-    for world, cases in ((1, one), (8, eight), (4, four)):
+    for world, cases in ((1, one), (8, eight), *([(4, four)] if four else ())):
         ranks = launch(train_all, world, cases, world=world)
         found |= {name: [rank[name] for rank in ranks] for name in cases}
     files = {name: torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("one", *modes)}
@@ -253,7 +253,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, wanted: Any, with_slow: bo
 
 
 RESUMED = ("from one's folder", "without replicas", "without tensor parallelism", "four stages")
-OFTEN = {"fsdp", "without replicas"}
+OFTEN = {"fsdp"}
 
 
 def often(cases: Iterable[str]) -> list[Any]:

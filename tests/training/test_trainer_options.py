@@ -117,13 +117,14 @@ def found_learning_rate(make: MakeTrainer, folder: str) -> dict[str, Tensor]:
 
 
 SCENARIOS = {f.__name__: f for f in (profiled, synchronised, asked_to_synchronise, found_learning_rate)}
+MORE = {"asked_to_synchronise"}
 
 
-def on_stages(folder: str) -> dict[str, Any]:
+def on_stages(folder: str, names: list[str]) -> dict[str, Any]:
     def make(**options: Any) -> L.Trainer:
         return pipeline_trainer({"second": 1}, world=2, **options)
 
-    results: dict[str, Any] = {name: scenario(make, folder) for name, scenario in SCENARIOS.items()}
+    results: dict[str, Any] = {name: SCENARIOS[name](make, folder) for name in names}
     results["profile"] = [path.read_text() for path in Path(folder).glob("*profile*.txt")]
     fit(make, folder, Normalised(), profiler=PyTorchProfiler(dirpath=folder, filename="trace"))
     results["traces"] = [json.loads(path.read_text())["traceEvents"] for path in Path(folder).glob("*trace-0*.json")]
@@ -135,11 +136,11 @@ def on_stages(folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(on_stages, str(tmp_path_factory.mktemp("options")), world=2)
+def on_ranks(tmp_path_factory: pytest.TempPathFactory, wanted: Any) -> list[dict[str, Any]]:
+    return launch(on_stages, str(tmp_path_factory.mktemp("options")), wanted(SCENARIOS, MORE, "name"), world=2)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in SCENARIOS])
 def test_it_comes_to_what_it_does_on_one_device(on_ranks: list[dict[str, Any]], name: str, tmp_path: Path) -> None:
     found, expected = on_ranks[0][name], SCENARIOS[name](plain_trainer, str(tmp_path))
     for key, tensor in expected.items():

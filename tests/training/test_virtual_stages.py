@@ -176,7 +176,7 @@ RESUMED = {  # dropout, the schedules that write and that go on, and on one stag
     "dropout": (0.1, V, "interleaved_zero_bubble", ("1f1b",)),
 }
 LIVE = {"1f1b": 1, "zero_bubble": 1, LOOP: 2, "interleaved_1f1b_low_memory": 2, "interleaved_zero_bubble": 2, V: 2}
-MORE_LIVE = {"zero_bubble", LOOP, "interleaved_1f1b_low_memory", "interleaved_zero_bubble"}
+MORE_LIVE = {"1f1b", "zero_bubble", LOOP, "interleaved_1f1b_low_memory", "interleaved_zero_bubble"}
 
 
 def on_two(folder: Path, schedules: list[str], resumed: list[str], lively: list[str]) -> Result:
@@ -207,7 +207,7 @@ def one() -> Result:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, wanted: Any, with_slow: bool) -> list[Result]:
-    schedules, resumed = wanted([LOOP, V], [LOOP], "schedule"), wanted(RESUMED, ["dropout"], "resumed")
+    schedules, resumed = wanted([LOOP, V], [LOOP], "schedule"), wanted(RESUMED, RESUMED, "resumed")
     lively = [schedule for schedule in LIVE if with_slow or schedule not in MORE_LIVE]
     return launch(on_two, folder, schedules, resumed, lively, world=WORLD)
 
@@ -249,7 +249,8 @@ def test_every_rank_has_what_a_step_keeps(schedule: str, one: Any, ranks: Any) -
     assert float(expected["weights"]["average"]) != 0
 
 
-@pytest.mark.parametrize("resumed", ["plain", pytest.param("dropout", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", RESUMED)
 def test_a_run_resumes_on_any_placement(resumed: str, folder: Path, ranks: Any) -> None:
     (others,) = launch(resume_on_one, folder, resumed, world=1)
     written = ranks[0]["written"][resumed]
