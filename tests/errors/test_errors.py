@@ -147,7 +147,6 @@ def test_weights_that_a_step_draws_are_refused_with_replicas(num_stages: int) ->
         assert "each replica would draw others" in end.error
 
 
-
 def test_devices_that_are_no_multiple_of_stages() -> None:
     for end in errors_of("Plain", world=3):
         assert "ValueError: 3 devices are not a multiple of 2 stages" in end.error

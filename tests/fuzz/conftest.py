@@ -16,6 +16,6 @@ COMMON = settings(
     deadline=timedelta(seconds=20),  # of an example: against hangs, on a machine that may be slow and busy
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
-settings.register_profile("short", COMMON, derandomize=True, max_examples=20, database=None)
+settings.register_profile("short", COMMON, derandomize=True, max_examples=40, database=None)
 settings.register_profile("long", COMMON, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))

@@ -58,8 +58,7 @@ def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + SOON_S
     while not all(
-        (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-        for task in Path(f"/proc/{pid}/task").iterdir()
+        (task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in Path(f"/proc/{pid}/task").iterdir()
     ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
