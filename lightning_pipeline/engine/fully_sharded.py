@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.slices import local_part, own_rows, sliced_further
+from lightning_pipeline.engine.slices import GatheredMemory, local_part, own_rows, sliced_further
+from lightning_pipeline.partition.kept_parameters import note_gathered
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
@@ -40,6 +41,9 @@ class FullySharded:
         replicas: the ranks that hold the same stages.
         mesh: these ranks, as the dimension "data", or "data_parallel" of the mesh that tensor parallelism uses.
         gradients_mean: gradients are averaged over replicas; else summed.
+
+    Attributes:
+        kept: memory of whole parameters that the user's code has kept.
     """
 
     def __init__(self, replicas: Replicas, mesh: DeviceMesh, *, gradients_mean: bool) -> None:
@@ -49,6 +53,7 @@ class FullySharded:
         self._leaves: list[tuple[FSDPModule, list[str]]] = []  # with the names of their sharded parameters
         self._slices: list[nn.Parameter] = []
         self._versions: list[int] = []
+        self.kept: weakref.WeakSet[GatheredMemory] = weakref.WeakSet()
 
     def __bool__(self) -> bool:
         return bool(self._leaves)
@@ -107,14 +112,23 @@ class FullySharded:
         for index, (parameter, part) in enumerate(zip(self.parameters(), slices, strict=True)):
             parameter.requires_grad_(part.requires_grad)  # FSDP2 remembers what it was at first
             note_holders(parameter, holders_of(part))
+            note_gathered(part, parameter)
             if before and before[index] != self._versions[index]:
                 increment_version(parameter)  # or a backward from before an update takes the new data without a word
+        for memory in self.kept:
+            memory.begin_step()
 
     def release(self) -> None:
         """Go back to a slice on each replica. Gradients that are not reduced yet stay."""
+        if self._slices:
+            for memory in self.kept:
+                memory.end_step()
         for part, version, parameter in zip(self._slices, self._versions, self.parameters(), strict=False):
-            if not is_sharded(parameter) and _version(part) == version:
-                self._take_back(part, parameter)
+            note_gathered(part, None)
+            if not is_sharded(parameter):
+                part.requires_grad_(parameter.requires_grad)
+                if _version(part) == version:
+                    self._take_back(part, parameter)
         self._slices = []
         for leaf, _ in self._leaves:
             leaf.reshard()

@@ -37,7 +37,7 @@ class GradientHold:
             first: whether this batch begins an accumulation window.
             unseen: parameters whose gradients of the last window nobody needs.
         """
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = list(parameters)  # those too that are frozen so far: the step may train them
         self._held = []
         self._aside = None
         if first:

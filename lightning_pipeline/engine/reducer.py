@@ -96,6 +96,7 @@ class PipelineGradReducer:
         self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
         self._layout: list[Any] = []
         self._buckets: list[Bucket] = []
+        self._trained: list[int] = []
         self._early: set[int] = set()
         self._step: _Step | None = None
         if len(self._places) < len(self.parameters):
@@ -138,7 +139,7 @@ class PipelineGradReducer:
                 A different order costs overlap, not correctness. Parameters in no group, or in several, become final at
                 `finish`, whatever `ready` says. None for one group of all.
         """
-        trained = [place for place, p in enumerate(self.parameters) if p.requires_grad and not p.is_meta]
+        self._trained = trained = self._places_trained()
         groups = [set(trained)] if expected is None else [self._places_of(group) for group in expected]
         times = Counter(place for group in groups for place in group)
         early = [[place for place in trained if place in group and times[place] == 1] for group in groups]
@@ -169,6 +170,8 @@ class PipelineGradReducer:
         step = self._current("finish")
         self._step = None
         step.finish()
+        if late := sorted({*self._places_trained()}.difference(self._trained)):  # the step has unfrozen them
+            self._new_step([late], self._take, self._publish).finish()
 
     # -- details ----------------------------------------------------------------------------------------------------
 
@@ -176,6 +179,9 @@ class PipelineGradReducer:
         if self._step is None:
             raise RuntimeError(f"{called}() was called outside of a step: call begin() before it")
         return self._step
+
+    def _places_trained(self) -> list[int]:
+        return [place for place, p in enumerate(self.parameters) if p.requires_grad and not p.is_meta]
 
     def _places_of(self, parameters: Iterable[nn.Parameter]) -> set[int]:
         return {self._places[parameter] for parameter in parameters if parameter in self._places}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_pipeline.partition.kept_parameters import in_its_place
 from lightning_pipeline.runtime.failure import waiting_for
 
 
@@ -66,6 +67,51 @@ def write(sharded: Tensor, tensor: Tensor) -> None:
     """Copy this rank's slice of `tensor`, which is equal on all ranks, into that of `sharded`."""
     local_part(sharded).copy_(local_part(slice_like(sharded, tensor)))
     increment_version(sharded)  # or a backward from before would take the new data without a word
+
+
+class GatheredMemory:
+    """Memory with wholes of slices, which the user's code has kept as a view, such as `parameter.data`.
+
+    Args:
+        parts: slices, and the tensor in this memory that is their whole.
+    """
+
+    def __init__(self, parts: list[tuple[DTensor, Tensor]]) -> None:
+        self.parts = parts
+        self._versions = [slices._version for slices, _ in parts]
+        self._before: list[int] = []
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take in how slices have changed. All ranks that hold them must call it."""
+        for index, (slices, found) in enumerate(self.parts):
+            if slices._version != self._versions[index]:
+                found.detach().copy_(whole(slices))
+                self._versions[index] = slices._version
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Give the slices what has been written into the memory."""
+        for index, (slices, found) in enumerate(self.parts):
+            write(slices, found)
+            self._versions[index] = slices._version
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Take in the gathered parameters, when a step begins."""
+        gathered = [in_its_place(slices) for slices, _ in self.parts]
+        for whole_one, (_, found) in zip(gathered, self.parts, strict=True):
+            found.detach().copy_(whole_one)
+        self._before = [one._version for one in gathered]
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Give the gathered parameters what a step has written into the memory."""
+        for before, (slices, found) in zip(self._before, self.parts, strict=False):
+            gathered = in_its_place(slices)
+            if gathered._version == before and not torch.equal(gathered, found):
+                gathered.copy_(found)
+        self._versions = [-1 for _ in self.parts]
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ first rank borrows the tensors that it lacks from ranks which wait for the batch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -68,6 +68,19 @@ class _Answer(NamedTuple):
 
     is_there: bool
     specs: tuple[TensorSpec | None, ...] = ()
+
+
+def wanted_of(keys: TensorKeys, tensors: Iterable[Tensor], *, gradient: bool = False) -> list[Wanted]:
+    """What the first rank wants of other ranks, to run a call with these operands alone.
+
+    Args:
+        gradient: of each, and not the tensor itself.
+    """
+    return [
+        Wanted(keys.key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
+        for tensor in tensors
+        if type(tensor) is Placeholder
+    ]
 
 
 class FirstRank:

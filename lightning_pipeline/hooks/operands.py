@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline.partition.kept_parameters import KeptParameter
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -101,6 +102,8 @@ Holders = tuple[int, ...] | None
 
 _KEY = "_key"
 """The attribute of a tensor that was made in a hook."""
+WINDOW_OF = "_window_of"
+"""The attribute of a tensor that shares its memory with what was gathered from slices (`hooks.slices`)."""
 
 
 class TensorKeys:
@@ -149,6 +152,13 @@ class TensorKeys:
             if holders_of(tensor) is not None and tensor.__dict__.get(_KEY) == key
         }
 
+    def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
+        """A deep copy of a tensor or placeholder. All ranks must call it."""
+        if id(tensor) not in memo:
+            copied = placeholder(tensor.spec, tensor.what) if type(tensor) is Placeholder else copy_of(tensor, memo)
+            memo[id(tensor)] = self.note(copied, holders_of(tensor))
+        return memo[id(tensor)]
+
     def versions_everywhere(self) -> dict[str, int]:
         """The versions of the module's tensors that every rank has, by name."""
         return self._tensors.versions_of_replicated()
@@ -165,6 +175,26 @@ class TensorKeys:
     def tensor_of(self, key: int) -> Tensor | None:
         """The tensor of a key; None if it is gone."""
         return self._made.get(key) if key >= 0 else self._tensors.in_place(-1 - key)
+
+
+def share_kept(keys: TensorKeys, exchanges: Exchanges, direct: DirectTransport, limit: int) -> None:
+    """Give every rank what hooks have made and the user has kept, if it fits. All ranks must call it.
+
+    Args:
+        limit: the bytes that this rank can take.
+    """
+    kept = keys.kept()
+    made = {(key, TensorSpec.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
+    shared = exchanges.share("what hooks have made", (limit, made))
+    common = sorted(set.intersection(*(made for _, made in shared)), key=lambda one: one[0])
+    if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in shared):
+        return
+    for key, spec, (owner, *_) in common:
+        tensor = kept[key]
+        data = direct.spread(tensor.detach() if owner == direct.rank else None, spec, owner)
+        if type(tensor) is Placeholder:
+            become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
+        note_holders(tensor, None)
 
 
 def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
@@ -188,7 +218,9 @@ def is_partial(values: Iterable[Any], depth: int = 0) -> bool:
         elif kind is dict:
             if depth < 3 and is_partial(value.values(), depth + 1):
                 return True
-        elif isinstance(value, Tensor) and (holders_of(value) is not None or isinstance(value, DTensor)):
+        elif isinstance(value, Tensor) and (
+            holders_of(value) is not None or isinstance(value, (DTensor, KeptParameter)) or WINDOW_OF in value.__dict__
+        ):
             return True
     return False
 
@@ -203,6 +235,8 @@ def computing_ranks(held: Sequence[Holders], specs: Sequence[TensorSpec], bound:
     if bound:
         return held[bound[0]]
     partial = [slot for slot, ranks in enumerate(held) if ranks is not None]
+    if not partial:
+        return None
     common = set.intersection(*(set(held[slot]) for slot in partial))  # type: ignore[arg-type]
     if common:
         return tuple(sorted(common))
@@ -313,6 +347,12 @@ def empty_like(place: Tensor) -> Tensor:
     assert spec.stride is not None
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
     return made.requires_grad_(spec.requires_grad)
+
+
+def set_spec(place: Tensor, spec: TensorSpec) -> None:
+    """Let a placeholder have another spec, in place; a tensor with data has its own."""
+    if type(place) is Placeholder and place.spec is not spec:
+        become(place, placeholder(spec, place.what))
 
 
 def _refuse_gradient(line: str) -> Callable[[Tensor], None]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_pipeline.engine.slices import slice_like
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
@@ -205,6 +207,8 @@ class ParameterGradients:
         held = holders_of(tensor)
         if gradient is not None:
             [here] = self._operands.gather([gradient], [held], "grad.__set__")
+            if isinstance(tensor, DTensor) and here is not None and not isinstance(here, DTensor):
+                here = slice_like(tensor, here)
         if held is not None:
             self._layout_of(tensor)
             assert self._layouts is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.slices import whole, write
-from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted
+from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted, wanted_of
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.operands import (
     NEEDS_ONLY_SPECS,
@@ -35,14 +34,26 @@ from lightning_pipeline.hooks.operands import (
     empty_like,
     is_partial,
     learns_everywhere,
+    set_spec,
+    share_kept,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
-from lightning_pipeline.hooks.patches import on_whole_tensors, parameters_seen, refuse_writing
+from lightning_pipeline.hooks.patches import parameters_seen
 from lightning_pipeline.hooks.saved_states import SavedStates
+from lightning_pipeline.hooks.slices import (
+    gathered_by_hooks,
+    on_whole_tensors,
+    on_windows,
+    refuse_window_of_first_rank,
+    set_data_of_slices,
+    whole_with_holders,
+    windows_among,
+)
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
-from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, describe, placeholder
+from lightning_pipeline.partition.kept_parameters import in_their_places
+from lightning_pipeline.partition.ownership import absent_state_expected, holders_of
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
@@ -54,6 +65,7 @@ from lightning_pipeline.runtime.host_memory import available_bytes
 
 _TOGETHER = object()
 """Returned in place of a result if all ranks run the call."""
+
 
 class OwnerComputes(TorchFunctionMode):
     """The torch function mode that is active in the user's hooks and callbacks.
@@ -110,7 +122,7 @@ class OwnerComputes(TorchFunctionMode):
         try:
             states = self.states.shown() if shows_states else nullcontext()
             noted = _torch.before_collectives(self._note_collective)
-            with absent_state_expected(), noted, parameters_seen(self._keys), states, self:
+            with absent_state_expected(), noted, parameters_seen(self._keys), gathered_by_hooks(), states, self:
                 yield
             self._exchanges.send()
             if in_hook.is_rank_known:
@@ -180,18 +192,7 @@ class OwnerComputes(TorchFunctionMode):
         """
         for parameter in self._module.parameters():
             parameter.__dict__.pop("_gradient", None)
-        kept = self._keys.kept()
-        made = {(key, TensorSpec.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
-        shared = self._exchanges.share("what hooks have made", (available_bytes() // (2 * num_processes), made))
-        common = sorted(set.intersection(*(made for _, made in shared)), key=lambda one: one[0])
-        if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in shared):
-            return
-        for key, spec, (owner, *_) in common:
-            tensor = kept[key]
-            data = self._direct.spread(tensor.detach() if owner == self._rank else None, spec, owner)
-            if type(tensor) is Placeholder:
-                become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
-            note_holders(tensor, None)
+        share_kept(self._keys, self._exchanges, self._direct, available_bytes() // (2 * num_processes))
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The data of tensors, on every rank. All ranks must call it.
@@ -200,7 +201,7 @@ class OwnerComputes(TorchFunctionMode):
         """
         with _torch.DisableTorchFunction():
             if in_hook.is_rank_known and is_partial(tensors):
-                found = self._meet_first_rank("whole", self._wanted(tensors))
+                found = self._meet_first_rank("whole", wanted_of(self._keys, tensors))
                 if found is not None:
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
             return [one.detach() for one in self._operands.gather_everywhere(tensors, what)]
@@ -208,6 +209,8 @@ class OwnerComputes(TorchFunctionMode):
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._recorder.tensors.are_in_slices:
+            args, kwargs = in_their_places(args, kwargs)
         if is_never_equal(func, args):
             return NotImplemented
         if func in REFLECTED:
@@ -224,7 +227,7 @@ class OwnerComputes(TorchFunctionMode):
         # These take a tensor as it is, and not its data.
         if name == "__deepcopy__":
             with _torch.DisableTorchFunctionSubclass():
-                return self._copied(*args)
+                return self._keys.copy(*args)
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
             return self._gradients.set(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):
@@ -236,6 +239,12 @@ class OwnerComputes(TorchFunctionMode):
             return self._set_data(*args)
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
             return on_whole_tensors(self._run_met, func, args, kwargs, name)
+        if windows := windows_among(call.tensors):
+            return on_windows(lambda: self._meet_whole(func, call, name, kind, args, kwargs), windows)
+        return self._meet_whole(func, call, name, kind, args, kwargs)
+
+    def _meet_whole(self, func: Any, call: Call, name: str, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
+        """`_meet` for a call that is none on slices, and no question of one rank's."""
         if kind is FunctionKind.HOOKS:
             if type(args[0]) is Placeholder and not args[0].spec.is_parameter:  # the hook runs where the data is
                 return RemovableHandle(OrderedDict())
@@ -276,9 +285,10 @@ class OwnerComputes(TorchFunctionMode):
         call = take_apart(func, args, kwargs)
         is_gradient = name in ("grad.__get__", "_grad.__get__")
         keys = [self._keys.key_of(tensor) for tensor in call.tensors]
-        found = self._meet_first_rank(name, self._wanted(call.tensors, gradient=is_gradient), *keys)
+        found = self._meet_first_rank(name, wanted_of(self._keys, call.tensors, gradient=is_gradient), *keys)
         if found is None:
             return _TOGETHER
+        refuse_window_of_first_rank(call.tensors, name)
         is_written = kind is FunctionKind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
         if is_written or kind is FunctionKind.HOOKS or kind is FunctionKind.BACKWARD:
             raise NotImplementedError(
@@ -302,13 +312,6 @@ class OwnerComputes(TorchFunctionMode):
         self._exchanges.send()
         return self._first_rank.meet((call, *keys, *users_lines()), users_line(), wanted)
 
-    def _wanted(self, tensors: Iterable[Tensor], *, gradient: bool = False) -> list[Wanted]:
-        return [
-            Wanted(self._keys.key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
-            for tensor in tensors
-            if type(tensor) is Placeholder
-        ]
-
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute the call; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
@@ -325,8 +328,6 @@ class OwnerComputes(TorchFunctionMode):
             return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
         where = computing_ranks(held, specs, bound)
-        for slot, _ in result.writes:
-            refuse_writing(call.tensors[slot], name)
         needed: list[Holders] = [where] * len(held)
         if name in NEEDS_ONLY_SPECS:  # whoever holds the first tensor has all that is needed
             where = held[0]
@@ -352,7 +353,7 @@ class OwnerComputes(TorchFunctionMode):
                 self._run(func, call, self._recorder.inference.fakes(specs))
         # What the recorder expects is made here from placeholders, in the same order as on the ranks that compute.
         for slot, spec in result.writes:
-            self._set_spec(call.tensors[slot], spec)
+            set_spec(call.tensors[slot], spec)
         return tree.rebuild(
             result.layout,
             [
@@ -387,35 +388,13 @@ class OwnerComputes(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         held = holders_of(tensor)
-        if isinstance(value, DTensor):
-            with _torch.DisableTorchFunction():
-                value, sharded = whole(value), value
-            note_holders(value, holders_of(sharded))
-        [here] = self._operands.gather([value], [held], "data.__set__")
+        [here] = self._operands.gather([whole_with_holders(value)], [held], "data.__set__")
         if type(tensor) is Placeholder:
-            self._set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))
+            set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))
         elif isinstance(tensor, DTensor):
-            if tensor.shape != here.shape:
-                raise NotImplementedError(
-                    f"the shape of a parameter that ranks keep in slices changes from {tuple(tensor.shape)} to "
-                    f"{tuple(here.shape)} ({users_line()}): use data_parallel='zero1'"
-                )
-            with _torch.DisableTorchFunction():
-                write(tensor, here)
+            set_data_of_slices(tensor, here)
         else:
             tensor.data = here
 
-    def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
-        if id(tensor) not in memo:
-            copied = placeholder(tensor.spec, tensor.what) if type(tensor) is Placeholder else copy_of(tensor, memo)
-            self._keys.note(copied, holders_of(tensor))
-            memo[id(tensor)] = copied
-        return memo[id(tensor)]
-
     def _is_among(self, holders: Holders) -> bool:
         return holders is None or self._rank in holders
-
-    @staticmethod
-    def _set_spec(place: Tensor, spec: TensorSpec) -> None:
-        if type(place) is Placeholder and place.spec is not spec:
-            become(place, placeholder(spec, place.what))

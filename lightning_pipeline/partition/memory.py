@@ -58,3 +58,19 @@ def views_of(tensor: Tensor) -> list[Tensor]:
         if tensor.layout is torch.strided and _torch.num_storage_references(tensor) <= 2:
             return []
         return [one for one in gc.get_objects() if type(one) is Tensor and one._base is tensor]
+
+
+def tensors_in_memory_of(tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+    """Further tensors in the memory of some, by `memory_of`, wherever they were made; parameters are none of them."""
+    with _torch.DisableTorchFunction():
+        # As in `views_of`, the search is left out where nothing else refers to any memory.
+        strided = (one for one in tensors if type(one) is not Placeholder and one.layout is torch.strided)
+        memories = {memory_of(one) for one in strided if _torch.num_storage_references(one) > 2}
+        if not memories:
+            return {}
+        known = set(map(id, tensors))
+        found: dict[int, list[Tensor]] = {}
+        for one in [one for one in gc.get_objects() if type(one) is Tensor and id(one) not in known]:
+            if (memory := memory_of(one)) in memories:
+                found.setdefault(memory, []).append(one)
+        return found

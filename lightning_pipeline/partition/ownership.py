@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_pipeline.partition.placeholder import become_absent, is_absent
+from lightning_pipeline.partition.memory import memory_of, tensors_in_memory_of
+from lightning_pipeline.partition.placeholder import TensorSpec, become, become_absent, is_absent, placeholder
 from lightning_pipeline.partition.users_code import users_line
 
 
@@ -96,6 +97,7 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
     Returns:
         The names that were released now, not before.
     """
+    _release_views(module, ownership)
     released: list[str] = []
     now: set[int] = set()
     for name, tensor in named_tensors(module):
@@ -112,6 +114,19 @@ def release(module: nn.Module, ownership: Ownership) -> list[str]:
         if id(tensor) in now:
             released.append(name)
     return released
+
+
+def _release_views(module: nn.Module, ownership: Ownership) -> None:
+    """Do the same with what the user's code keeps in the memory of a parameter or buffer, such as `weight.data`."""
+    named = [(name, tensor) for name, tensor in named_tensors(module) if name in ownership and not is_absent(tensor)]
+    views = tensors_in_memory_of([tensor for _, tensor in named])
+    for name, tensor in named if views else ():
+        stages = ownership.holders[name]
+        for view in views.get(memory_of(tensor), ()) if len(stages) < ownership.num_stages else ():
+            if holders_of(view) is None:
+                if not ownership.is_local(name):
+                    become(view, placeholder(TensorSpec.of(view), f"a view of {name}"))
+                note_holders(view, stages)
 
 
 def is_held_otherwise(name: str, tensor: torch.Tensor, ownership: Ownership) -> bool:

@@ -33,6 +33,7 @@ class ModuleTensors:
         is_buffer: whether it is a buffer rather than a parameter.
         written: the buffers that a stage has written into in a step.
         split_calls: of the modules of which each rank of a stage has a piece.
+        are_in_slices: whether replicas keep slices of parameters between steps.
     """
 
     def __init__(self, module: nn.Module, stages: StageMap) -> None:
@@ -46,6 +47,7 @@ class ModuleTensors:
         self.is_buffer: list[bool] = []
         self.written: set[int] = set()
         self.split_calls: list[SplitCall] = []
+        self.are_in_slices = False
         self._partly_held: frozenset[str] = frozenset()
         self._numbers: dict[int, int] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, int]] = []

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
+from lightning_pipeline.partition.kept_parameters import in_their_places, is_kept
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Record a call that the path has not seen here before, or answer it. Returns its result."""
+    if recording.tensors.are_in_slices and any(map(is_kept, tree.leaves((args, kwargs)))):
+        return recording.__torch_function__(func, (), *in_their_places(args, kwargs))
     kind = kind_of(func)
     if kind is FunctionKind.DESCRIBES:
         return describe(func, args, kwargs)

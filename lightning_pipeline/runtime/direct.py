@@ -22,15 +22,23 @@ class DirectTransport:
     """Sends and receives tensors whose specs both sides know.
 
     Args:
+        transport: to the other stages; None where this rank holds all, and there is nobody to send to.
         device: where received tensors go.
     """
 
-    def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.rank = transport.stage
-        self.num_ranks = transport.num_stages
-        self.name_of = transport.name_of
-        self._transport = transport
+    def __init__(self, transport: Transport | None, device: torch.device) -> None:
+        self.rank, self.num_ranks = (transport.stage, transport.num_stages) if transport is not None else (0, 1)
+        self._to_others = transport
         self._device = device
+
+    @property
+    def _transport(self) -> Transport:
+        assert self._to_others is not None
+        return self._to_others
+
+    def name_of(self, rank: int) -> str:
+        """A rank in messages."""
+        return self._transport.name_of(rank)
 
     def tell(self, what: Any) -> None:
         """Send an object to every other rank."""

@@ -74,15 +74,15 @@ def _let_many_agree(session: Session, override: Override) -> None:
     trainer, strategy, optimizers = session.module.trainer, session.strategy, session.optimizers
     plugin, replicas = strategy.precision_plugin, session.replicas
 
-    def clip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def aside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         with session.stages.aside():
             function(*args, **kwargs)
 
     # A norm over all stages takes all ranks, while Lightning would clip this rank's parameters by their own norm.
-    by_norm, by_value = partial(clip, optimizers.clip_by_norm), partial(clip, optimizers.clip_by_value)
+    by_norm, by_value = partial(aside, optimizers.clip_by_norm), partial(aside, optimizers.clip_by_value)
     override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
     override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
-    call_before_update(plugin, optimizers.before_update, override)
+    call_before_update(plugin, partial(aside, optimizers.before_update), override)
     measure_replicas(trainer, session.topology.data_parallel_size)
     validate_by_first_clock(trainer, strategy.broadcast, override)
     session.signals.install(override)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline.engine.context import ContextRanks
@@ -15,6 +16,7 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.slices import place_gradients
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
+from lightning_pipeline.hooks.slices import leave_behind
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.topology import stage_term
 
@@ -34,7 +36,7 @@ class LocalStages:
         local: this rank's part of the module.
         pipeline: runs steps on them.
         gradients: a step's, held back until Lightning expects them.
-        owner_computes: lets hooks use tensors that not every rank holds; None with one stage.
+        owner_computes: lets hooks use tensors that not every rank holds as a whole; None where all do.
     """
 
     def __init__(self, session: Session, cut: Cut, schedules: Schedules) -> None:
@@ -70,8 +72,9 @@ class LocalStages:
             context=None if context is None else ContextRanks(context.group, context.control_group),
             world=World(session.topology, replicas),
         )
+        self.pipeline.recorder.tensors.are_in_slices = bool(self._sharded)  # from an earlier run
         self.owner_computes: OwnerComputes | None = None
-        if transport is not None:
+        if transport is not None or self._sharded is not None:
             direct = DirectTransport(transport, device)
             self.owner_computes = OwnerComputes(module, self.pipeline.recorder, direct)
         self.gradients: Gradients = Gradients(
@@ -122,6 +125,15 @@ class LocalStages:
         self.gradients.publish()
         if self._tensor_group is not None:
             place_gradients(self._module.parameters())
+
+    def shard(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Keep slices of parameters from now on, once it is known which can be. Returns those that are new, by the one
+        that the user's code may have kept, which has no data any more."""
+        new = self.gradients.shard()
+        if new and self._sharded is not None:
+            self.pipeline.recorder.tensors.are_in_slices = True
+            self._sharded.kept.update(leave_behind(new))
+        return new
 
     def gather_parameters(self) -> None:
         """Gather sharded parameters for a whole loop: with unequally many batches replicas must not wait in steps."""

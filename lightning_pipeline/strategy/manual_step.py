@@ -69,7 +69,7 @@ class ManualStep:
             self._runner.show_summary([state.num_samples for state in states], 1)
             self._runner.finish(states, numbers, training=True)
             result = result_of(states)
-        self._session.optimizers.replace(stages.gradients.shard())
+        self._session.optimizers.replace(stages.shard())
         return result
 
     def _update(self, optimizer: Optimizer, do: Callable[[Closure | None], Any], closure: Closure | None) -> Any:
@@ -78,7 +78,8 @@ class ManualStep:
         # Gradients are final after the closure, which the optimizer calls itself.
         def closed() -> Any:
             loss = None if closure is None else closure()
-            self._session.optimizers.before_update(optimizer)
+            with self._session.stages.aside():
+                self._session.optimizers.before_update(optimizer)
             return loss
 
         with self._session.updating(optimizer, closed) as run:

@@ -280,7 +280,7 @@ class Session:
 
     def _lending(self) -> Lending | None:
         owner_computes = self.stages.owner_computes
-        return None if owner_computes is None else owner_computes.lending
+        return None if owner_computes is None or self.transport is None else owner_computes.lending
 
     def _with_batch(self, batch: Any, *others: Any) -> tuple[Any, ...]:
         """The arguments of a step; a dataloader_iter is replaced by its next batch."""
@@ -353,7 +353,7 @@ class Session:
             return
         with self.stages.aside():
             self.stages.publish_gradients()
-            self.optimizers.replace(self.stages.gradients.shard())
+            self.optimizers.replace(self.stages.shard())
 
     @contextmanager
     def updating(self, optimizer: Optimizer, closure: Callable[[], R]) -> Generator[Callable[[], R], None, None]:
@@ -363,8 +363,14 @@ class Session:
         entered = self.stages.aside() if is_plain else self.stages.entered(shows_states=False)
         if is_plain and in_hook.on and self.stages.owner_computes is not None:
             closure = self.stages.owner_computes.resumed()(closure)
+
+        def run_closure() -> R:
+            with self.stages.aside():
+                self.optimizers.before_closure(optimizer)
+            return closure()
+
         with used_in_parts(inner(optimizer)), entered:
-            yield closure
+            yield closure if is_plain else run_closure
         with self.stages.aside():
             self.optimizers.after_update(optimizer)
 

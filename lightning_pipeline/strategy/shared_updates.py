@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -11,10 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import local_part, whole, write
+from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.runtime.direct import recv_tree, send_tree
 from lightning_pipeline.runtime.replicas import Replicas
 
+from .._lightning import rank_zero_warn
 from ..checkpoint.optimizer_layout import OptimizerLayout
+from .hooks import is_plain_optimizer
 
 BUCKET_BYTES = 25 << 20
 
@@ -28,7 +32,15 @@ class OptimizerShards:
     an optimizer of its own from a class. It could neither drop parameters that turn out to belong to another stage nor
     give checkpoints the plain layout.) What tensor parallelism has split is updated by all ranks of one replica, each
     its slice.
+
+    An optimizer of the user's own may take gradients together, as for a norm of all. Such a one, and one with hooks on
+    its step, updates all parameters on each replica.
+
+    Attributes:
+        is_sharing: whether replicas update a part each; None before the first update, which decides it.
     """
+
+    is_sharing: bool | None = None
 
     def __init__(self, layout: OptimizerLayout, replicas: Replicas) -> None:
         self.layout = layout
@@ -39,15 +51,37 @@ class OptimizerShards:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def before_update(self) -> None:
-        """When all gradients are final: keep only those of this replica's parameters."""
+        """When all gradients are final: keep only those of this replica's parameters.
+
+        Raises:
+            RuntimeError: the optimizer's step got hooks after the first update.
+        """
+        name, is_plain = type(self.layout.optimizer).__name__, is_plain_optimizer(self.layout.optimizer)
+        if self.is_sharing is None:
+            self.is_sharing = is_plain
+            if not is_plain:
+                rank_zero_warn(
+                    f'with data_parallel="zero1" each replica updates all parameters by {name}, and keeps its whole '
+                    f"state: it is not torch's own, or has hooks on its step, and may take gradients of several "
+                    f"parameters together, as for a norm of all"
+                )
+        if not self.is_sharing:
+            return
+        if not is_plain:
+            raise RuntimeError(
+                f"a hook on the step of {name} was registered after its first update, and would see the gradients of "
+                f"this replica's share of the parameters: register it in configure_optimizers"
+            )
         self._assign()
-        for name, parameter in self.layout.local_parameters():
-            if parameter.grad is not None and self._updaters[name] != self._own:
+        for key, parameter in self.layout.local_parameters():
+            if parameter.grad is not None and self._updaters[key] != self._own:
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def after_update(self) -> None:
         """Broadcast the updated parameters, and put the gradients back."""
+        if not self.is_sharing:
+            return
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
@@ -105,24 +139,35 @@ class WholeUpdates:
 
     def __init__(self, layout: OptimizerLayout) -> None:
         self._optimizer = layout.optimizer
+        # The same ones in every update, without data between: an optimizer within this one has its state by them.
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
         self._gathered: dict[nn.Parameter, nn.Parameter] = {}
 
+    @torch.no_grad()
     def before_update(self) -> None:
         """When all gradients are final. All replicas must call it."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and parameter.grad is not None:
-                    gathered = nn.Parameter(whole(parameter))
-                    gathered.grad = whole(parameter.grad)
+                    data, gradient = whole(parameter), whole(parameter.grad)
+                    gathered = self._wholes.setdefault(parameter, nn.Parameter(data))  # type: ignore[arg-type]
+                    gathered.data, gathered.grad = data, gradient
+                    for tensor in (gathered, gradient):
+                        note_holders(tensor, holders_of(parameter))
                     self._gathered[parameter] = gathered  # type: ignore[index]
         self._exchange(self._gathered)  # in its groups and its state, by which it finds parameters
 
-    def after_update(self) -> None:
-        """Copy the updated values back into this replica's slices."""
+    def before_closure(self) -> None:
+        """Before the optimizer runs its closure, for which the slices get what it has done so far, as SAM's ascent."""
         for parameter, gathered in self._gathered.items():
             write(parameter, gathered)
+            gathered.data, gathered.grad = gathered.data.new_empty(0), None
         self._exchange({gathered: parameter for parameter, gathered in self._gathered.items()})
         self._gathered = {}
+
+    def after_update(self) -> None:
+        """Copy the updated values back into this replica's slices."""
+        self.before_closure()
 
     def _exchange(self, new: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:

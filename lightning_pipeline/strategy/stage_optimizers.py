@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import local_part, plain, whole
+from lightning_pipeline.partition.kept_parameters import in_its_place, is_kept
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.backends import all_reduce
 from lightning_pipeline.runtime.direct import to_cpu
@@ -21,9 +22,9 @@ from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.transport import Transport
 
-from .._lightning import LightningModule, LightningOptimizer, is_overridden, rank_zero_warn
+from .._lightning import LightningModule, LightningOptimizer, is_overridden
 from ..checkpoint.optimizer_layout import OptimizerLayout
-from .hooks import has_hook, is_plain_optimizer
+from .hooks import has_hook
 from .left_states import allow_use, make_states_whole, refuse_use, used_in_parts
 from .shared_updates import OptimizerShards, WholeUpdates
 
@@ -79,12 +80,22 @@ class StageOptimizers:
         for layout in layouts:
             self._layouts[layout.optimizer] = layout
             if self.are_shared_out:
-                _check_can_be_shared_out(layout, by_parameter=self._shards_over is not None)
+                self._check_can_be_shared_out(layout)
             updates = self._updates.setdefault(layout.optimizer, [])
             if self._shards_over is not None:
                 updates.append(OptimizerShards(layout, self._shards_over))
             if self._has_slices and not layout.is_elementwise:
                 updates.append(WholeUpdates(layout))
+
+    def _check_can_be_shared_out(self, layout: OptimizerLayout) -> None:
+        """Raise a ValueError where an optimizer takes all parameters as one vector."""
+        if layout.keeps_all:
+            by_slices = 'data_parallel="fsdp" or tensor parallelism'
+            asked = by_slices if self._shards_over is None else 'data_parallel="zero1"'
+            raise ValueError(
+                f"{type(layout.optimizer).__name__} updates all parameters as one vector, of which replicas cannot "
+                f"have parts each: leave {asked} out"
+            )
 
     @property
     def are_in_parts(self) -> bool:
@@ -110,6 +121,9 @@ class StageOptimizers:
         if list(map(inner, optimizers)) != list(self._layouts):
             self._set_layouts([OptimizerLayout(inner(optimizer), module) for optimizer in optimizers])
         for layout in self:
+            for group in layout.optimizer.param_groups:
+                if any(map(is_kept, group["params"])):
+                    group["params"][:] = map(in_its_place, group["params"])
             layout.note_new_groups(module)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -171,6 +185,12 @@ class StageOptimizers:
         for update in self._updates.get(inner(optimizer), ()):
             update.before_update()
 
+    def before_closure(self, optimizer: Optimizer) -> None:
+        """Called before the optimizer runs its closure, which it may do several times in an update."""
+        for update in self._updates.get(inner(optimizer), ()):
+            if isinstance(update, WholeUpdates):
+                update.before_closure()
+
     def after_update(self, optimizer: Optimizer) -> None:
         """Called when the optimizer has updated, or skipped the update."""
         for update in reversed(self._updates.get(inner(optimizer), ())):
@@ -227,22 +247,9 @@ class StageOptimizers:
         return _whole if shards is None else lambda state: shards.collect(_whole(state))
 
     def _shards_of(self, optimizer: Optimizer) -> OptimizerShards | None:
-        return next((one for one in self._updates[optimizer] if isinstance(one, OptimizerShards)), None)
-
-
-def _check_can_be_shared_out(layout: OptimizerLayout, *, by_parameter: bool) -> None:
-    """Raise a ValueError, or warn, where an optimizer cannot update a part of the parameters on each replica."""
-    name = type(layout.optimizer).__name__
-    asked = 'data_parallel="zero1"' if by_parameter else 'data_parallel="fsdp" or tensor parallelism'
-    if layout.keeps_all:
-        raise ValueError(
-            f"{name} updates all parameters as one vector, of which replicas cannot have parts each: leave {asked} out"
-        )
-    if by_parameter and not is_plain_optimizer(layout.optimizer):
-        rank_zero_warn(
-            f"with {asked} each replica updates some of the parameters, and finds no gradients at the others: if "
-            f"{name}, or a hook on its step, takes them together, as for a norm of all, leave {asked} out"
-        )
+        """The shards of an optimizer whose updates replicas share out by now."""
+        updates = self._updates[optimizer]
+        return next((one for one in updates if isinstance(one, OptimizerShards) and one.is_sharing), None)
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:

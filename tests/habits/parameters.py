@@ -515,3 +515,25 @@ class LooksAtDevices(Layers):
         self.to(device)
         for copied in (copy.deepcopy(self.layers), pickle.loads(pickle.dumps(self.layers))):
             self.found += [float(parameter.detach().norm()) for parameter in copied.parameters()]
+
+
+@habit(plain=False, without={"is_kept": False})
+class ViewsFromTheBeginning(Layers):
+    """Views of weights, by `.data` and detached, that are kept from before ranks hold a part of the module."""
+
+    is_kept = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = [layer.linear.weight.data.view(-1) for layer in self.layers]
+        self.rows = {"last": self.head.weight.detach()[:2]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + 0.1 * (self.views[0].mean() + self.rows["last"].sum())) if self.is_kept else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.is_kept:
+            self.log("norms", sum(view.norm() for view in self.views))
+            self.views[3].clamp_(-0.2, 0.2)
+            self.rows["last"][0] = 0.1

@@ -79,6 +79,40 @@ class FrozenForTheRestOfTheStep(Layers):
         self.requires_grad_(True)
 
 
+@habit(without={"start": 100})
+class UnfrozenInStep(Layers):
+    """The first layers are frozen for the first epoch, and unfrozen by the step itself."""
+
+    start = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[:2].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == self.start:
+            self.layers[:2].requires_grad_(True)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+@habit(plain=False, trainer={"accumulate_grad_batches": 2}, without={"start": 100})
+class UnfrozenInWindow(Layers):
+    """A layer is unfrozen by the second batch of a window, and frozen again in the second batch of a later one."""
+
+    start = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch * 10 + batch_idx == self.start:
+            self.layers[1].requires_grad_(True)
+        if self.current_epoch == 1 and batch_idx == 1:
+            self.layers[1].requires_grad_(False)
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
 @habit(plain=False, without={"freezes": False})
 class FrozenWithCheckpoints(Layers):
     """Frozen and thawed in turn by steps whose layers are recomputed."""

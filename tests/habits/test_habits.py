@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -77,23 +78,27 @@ def folder(configuration: str, asked: dict[str, list[str]], reference: Path, lau
     return reference
 
 
-def each_habit(*configurations: str) -> list[object]:
-    """Habits by configuration: what is launched together follows one another, and what is not by default is slow."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Habits by configuration: what is launched together follows one another, and what is not by default is slow.
+
+    Where slow tests are left out, those are not made at all: seven thousand take ten seconds to collect.
+    """
+    configurations = CONFIGURATIONS_OF[metafunc.function]
     defaults = {configuration: names.split() for configuration, names in BY_DEFAULT.items()}
     defaults["plain"] = [name for name in defaults["2-1f1b"] if HABITS[name].plain]
     applies = {"plain": lambda habit: habit.plain, "without": lambda habit: habit.without is not None}
+    with_slow = metafunc.config.option.markexpr != "not slow"
     found = []
     for configuration in configurations:
         first = defaults.get(configuration, [])
-        others = [name for name in HABITS if name not in first]
+        others = [name for name in HABITS if name not in first] if with_slow else []
         for name in (*first, *others):
             if applies.get(configuration, lambda _: True)(HABITS[name]):
                 marks = [pytest.mark.slow] * (name not in first)
                 found.append(pytest.param(name, configuration, id=f"{configuration}-{name}", marks=marks))
-    return found
+    metafunc.parametrize(("name", "configuration"), found)
 
 
-@pytest.mark.parametrize(("name", "configuration"), each_habit(*CONFIGURATIONS))
 def test_stages_come_to_what_one_process_does(name: str, configuration: str, folder: Path) -> None:
     habit = HABITS[name]
     verdict = judge(habit, configuration, folder)
@@ -102,14 +107,19 @@ def test_stages_come_to_what_one_process_does(name: str, configuration: str, fol
     )
 
 
-@pytest.mark.parametrize(("name", "configuration"), each_habit("plain"))
 def test_one_process_has_the_bits_of_plain_lightning(name: str, configuration: str, folder: Path) -> None:
     verdict = judge(HABITS[name], configuration, folder)
     assert verdict.is_as_told, f"{verdict.outcome}\n" + "\n".join(verdict.differences)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "configuration"), each_habit("without"))
 def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder: Path) -> None:
     verdict = judge(HABITS[name], configuration, folder)
     assert verdict.outcome == WRONG, f"{verdict.outcome}\n" + "\n".join(verdict.differences)
+
+
+CONFIGURATIONS_OF: dict[object, Sequence[str]] = {
+    test_stages_come_to_what_one_process_does: CONFIGURATIONS,
+    test_one_process_has_the_bits_of_plain_lightning: ("plain",),
+    test_what_is_compared_shows_the_habit: ("without",),
+}

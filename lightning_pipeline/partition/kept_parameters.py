@@ -1,0 +1,75 @@
+"""Parameters that the user's code has kept, as in a list, from before replicas keep slices of them.
+
+FSDP2 puts new tensors into the module: one of slices, and in steps one that is gathered. Calls on the parameter from
+before mean whichever has its place. So do calls in a step on the one of slices, which code between steps has seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition import tree
+
+_SLICES = "_slices_in_its_place"
+"""The attribute of a parameter from before: the one of slices."""
+_GATHERED = "_gathered_in_its_place"
+"""The attribute of a parameter of slices: the gathered one, in a step."""
+
+
+class KeptParameter(nn.Parameter):
+    """A parameter from before, which has no data of its own any more."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = in_their_places(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+class KeptPart(DTensor):
+    """The same of what tensor parallelism has split."""
+
+    __slots__ = ()  # or it would be laid out otherwise, and no DTensor could become one
+    __torch_function__ = KeptParameter.__torch_function__
+
+
+def leave(parameter: nn.Parameter, sharded: Tensor) -> None:
+    """Free the memory of a parameter, and let calls on it mean `sharded`."""
+    parameter.__dict__[_SLICES] = sharded
+    parameter.grad = None
+    nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = nothing
+        parameter.__class__ = KeptPart  # type: ignore[assignment]
+        return
+    with _torch.DisableTorchFunction():
+        parameter.data = nothing
+    parameter.__class__ = KeptParameter
+
+
+def note_gathered(sharded: Tensor, whole: Tensor | None) -> None:
+    """Let calls on a parameter of slices mean the whole one; None when they mean the slices again."""
+    sharded.__dict__[_GATHERED] = whole
+
+
+def in_its_place(tensor: Tensor) -> Tensor:
+    """What the module has in the place of a parameter that was kept; any other tensor itself."""
+    tensor = tensor.__dict__.get(_SLICES, tensor)
+    whole = tensor.__dict__.get(_GATHERED)
+    return tensor if whole is None else whole
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether the module has another tensor in the place of this one."""
+    return in_its_place(tensor) is not tensor
+
+
+def in_their_places(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A call's arguments, with what the module has in the places of parameters that were kept."""
+    if any(map(is_kept, tree.leaves((args, kwargs)))):
+        return tree.replace((args, kwargs), in_its_place)
+    return args, kwargs
