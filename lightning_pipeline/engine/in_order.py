@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pipeline.engine.checkpointed import CheckpointedFunctions
 from lightning_pipeline.engine.gradient_hooks import HookCalls
-from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
+from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch, refusing_gradient
 from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -162,6 +162,8 @@ class InOrder:
                 content = recording.captured[event.first_captured + place]
                 if isinstance(content, tuple):
                     content = self._earlier(*content)
+                    if event.specs[slot].requires_grad:
+                        content = refusing_gradient(content, event.line)
                 elif isinstance(value, HookTensor):
                     content = self._held(content, value.ranks, visit)
                 operands.append(content)

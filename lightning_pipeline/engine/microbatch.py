@@ -376,12 +376,31 @@ def take_earlier_values(state: Microbatch, visit: int, microbatches: Sequence[Mi
     """Replace references to values of earlier micro-batches, which a visit captures, with the data on this rank."""
     assert state.program is not None
     captured = state.captured
-    for place in state.program.foreign[visit]:
+    for place, line in state.program.foreign[visit]:
         content = captured[place]
         if type(content) is tuple:
-            captured[place] = data = data_of(microbatches, *content)
+            data = data_of(microbatches, *content)
+            captured[place] = data = refusing_gradient(data, line) if line else data
             if state.recording is not None:  # its forward may run before the step's Python
                 state.recording.of_stages.add(id(data))
+
+
+def refusing_gradient(data: Tensor, line: str) -> Tensor:
+    """A leaf that an earlier micro-batch has made, for a graph from which no gradient may flow into it.
+
+    Args:
+        line: of the user's that uses it.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        raise NotImplementedError(
+            f"a gradient would flow from one micro-batch into a tensor that an earlier one has made and that requires "
+            f"one ({line}): make it a parameter in __init__, or use it detached, as in value.detach()"
+        )
+
+    leaf = data.detach().requires_grad_()
+    leaf.register_hook(refuse)
+    return leaf
 
 
 def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:

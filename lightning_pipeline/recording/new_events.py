@@ -169,7 +169,7 @@ def refuse_graph_of_earlier(
     if not torch.is_grad_enabled():
         return
     for tensor, value, spec in zip(call.tensors, inputs, specs, strict=True):
-        if type(value) is EarlierValue and spec.requires_grad:
+        if type(value) is EarlierValue and spec.requires_grad and not spec.is_leaf:
             raise RuntimeError(
                 f"{getattr(tensor, 'what', 'a value')} belongs to an earlier micro-batch, whose graph is gone when its "
                 f"backward has run, and is used in another one ({users_line()}): keep it detached, as in value.detach()"

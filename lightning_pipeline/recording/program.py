@@ -119,7 +119,8 @@ class Program:
         functions: of visits, by number and the values that are kept, once they are made.
         gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
         regions: the outermost checkpointed function of each event that is in one, by the event's number.
-        foreign: by visit, places among what is captured of values of earlier micro-batches.
+        foreign: by visit, places among what is captured of values of earlier micro-batches; with the line that uses
+            each, where it requires a gradient.
         leaves: places among what is captured of tensors that require gradients.
         comes_back: whether a value of an earlier micro-batch comes from another visit.
         writes_again: whether a region writes into tensors of the module, which it does again in backward.
@@ -158,7 +159,7 @@ class Program:
         self.visits = [VisitPlan() for _ in range(1 + max(last - self.begins, 0))]
         self.carried: dict[int, int] = {}
         self.carries_gradients = False
-        self.foreign: list[list[int]] = [[] for _ in self.visits]
+        self.foreign: list[list[tuple[int, str]]] = [[] for _ in self.visits]
         self.leaves: list[int] = []
         self.comes_back = False
         self.needs_order = False
@@ -180,7 +181,8 @@ class Program:
                 if value is CAPTURED and event.specs[slot].requires_grad:
                     self.leaves.append(event.first_captured + event.matcher.captured_tensors[slot])
                 if isinstance(value, EarlierValue):
-                    self.foreign[visit].append(event.first_captured + event.matcher.captured_tensors[slot])
+                    place = event.first_captured + event.matcher.captured_tensors[slot]
+                    self.foreign[visit].append((place, event.line if event.specs[slot].requires_grad else ""))
                     self.comes_back |= value.visit != event.visit
             differentiates = is_differentiable(event) or event.function is torch.autograd.grad
             for value, spec in dict(zip(event.inputs, event.specs, strict=True)).items():

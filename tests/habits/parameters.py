@@ -537,3 +537,51 @@ class ViewsFromTheBeginning(Layers):
             self.log("norms", sum(view.norm() for view in self.views))
             self.views[3].clamp_(-0.2, 0.2)
             self.rows["last"][0] = 0.1
+
+
+class AveragedCodebook(nn.Module):
+    """The widespread VQ-VAE layer whose averages are new parameters in each step (van den Oord et al., 2017, A.1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.embedding = nn.Embedding.from_pretrained(torch.randn(6, WIDTH, generator=generator), freeze=False)
+        self.sums = nn.Parameter(torch.randn(6, WIDTH, generator=generator))
+        self.register_buffer("sizes", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes = self.embedding.weight
+        distances = (x**2).sum(1, keepdim=True) + (codes**2).sum(1) - 2 * x @ codes.t()
+        nearest = distances.argmin(1, keepdim=True)
+        chosen = torch.zeros(len(x), 6, device=x.device).scatter_(1, nearest, 1)
+        found = chosen @ codes
+        if self.training:
+            self.sizes = self.sizes * 0.99 + 0.01 * chosen.sum(0)
+            total = self.sizes.data.sum()
+            self.sizes = (self.sizes + 1e-5) / (total + 6e-5) * total
+            self.sums = nn.Parameter(self.sums * 0.99 + 0.01 * (chosen.t() @ x))
+            self.embedding.weight = nn.Parameter(self.sums / self.sizes.unsqueeze(1))
+        share = chosen.mean(0)
+        perplexity = torch.exp(-(share * torch.log(share + 1e-10)).sum())
+        return 0.25 * F.mse_loss(found.detach(), x), x + (found - x).detach(), perplexity
+
+
+@habit(plain=False, without={"is_quantized": False})
+class CodebookOfNewParameters(Layers):
+    is_quantized = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = AveragedCodebook()
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.1", "codebook", "layers.2", "layers.3"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.layers[1](self.layers[0](x))
+        loss, found, perplexity = self.codebook(x)
+        if not self.is_quantized:
+            return F.cross_entropy(self.head(self.layers[3](self.layers[2](x))), y)
+        self.log("perplexity", perplexity)
+        return loss + F.cross_entropy(self.head(self.layers[3](self.layers[2](found))), y)

@@ -233,3 +233,16 @@ class BatchWrittenByAnotherName(Layers):
         late = self.features(x.clone())
         self.kept.mul_(0.9)
         return F.cross_entropy(self.head(late + x), y)
+
+
+@habit(expect=error(r"earlier one has made.*refused\.py:\d+.*parameter in __init__"), plain=False, shows=False)
+class LearnsWhatAMicrobatchHasMade(Layers):
+    """A prototype that the first micro-batch makes of its features, and that others have gradients for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.layers[0](x)
+        if not hasattr(self, "prototype"):
+            self.prototype = nn.Parameter(x.mean(0))
+        x = self.layers[3](self.layers[2](self.layers[1](x)))
+        return F.cross_entropy(self.head(x), y) + (x - self.prototype).square().mean()
