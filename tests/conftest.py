@@ -26,7 +26,7 @@ SECONDS = {
     "training/test_by_hand": 14,
     "training/test_tensor_parallel": 14,
     "training/test_virtual_stages": 13,
-    "training/test_slices": 13,
+    "training/test_slices": 20,
     "models/test_zoo": 12,
     "training/test_names": 12,
     "training/test_advice": 12,
