@@ -81,6 +81,11 @@ class GatheredMemory:
         self._versions = [slices._version for slices, _ in parts]
         self._before: list[int] = []
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether slices are as they were when the memory took them in."""
+        return all(slices._version == seen for (slices, _), seen in zip(self.parts, self._versions, strict=True))
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Take in how slices have changed. All ranks that hold them must call it."""

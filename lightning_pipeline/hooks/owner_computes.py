@@ -51,7 +51,7 @@ from lightning_pipeline.hooks.slices import (
 )
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
-from lightning_pipeline.partition.kept_parameters import in_their_places
+from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
@@ -237,6 +237,8 @@ class OwnerComputes(TorchFunctionMode):
             return self._gradients.of(args[0])
         if name == "data.__set__":
             return self._set_data(*args)
+        if kind is FunctionKind.HOOKS and (whole := whole_in_steps(args[0])) is not None:
+            return func(whole, *args[1:], **kwargs)
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
             return on_whole_tensors(self._run_met, func, args, kwargs, name)
         if windows := windows_among(call.tensors):
@@ -288,7 +290,7 @@ class OwnerComputes(TorchFunctionMode):
         found = self._meet_first_rank(name, wanted_of(self._keys, call.tensors, gradient=is_gradient), *keys)
         if found is None:
             return _TOGETHER
-        refuse_window_of_first_rank(call.tensors, name)
+        refuse_window_of_first_rank(call.tensors, name, writes=kind is FunctionKind.WRITES)
         is_written = kind is FunctionKind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
         if is_written or kind is FunctionKind.HOOKS or kind is FunctionKind.BACKWARD:
             raise NotImplementedError(

@@ -20,6 +20,11 @@ _SLICES = "_slices_in_its_place"
 _GATHERED = "_gathered_in_its_place"
 """The attribute of a parameter of slices: the gathered one, in a step."""
 
+_IN_STEPS = "_whole_in_steps"
+"""The same, since the first step that has gathered it."""
+_BEFORE = "_before_slices"
+"""The attribute of a parameter of slices: the one from before, where that has hooks on its gradient."""
+
 
 class KeptParameter(nn.Parameter):
     """A parameter from before, which has no data of its own any more."""
@@ -40,6 +45,8 @@ class KeptPart(DTensor):
 def leave(parameter: nn.Parameter, sharded: Tensor) -> None:
     """Free the memory of a parameter, and let calls on it mean `sharded`."""
     parameter.__dict__[_SLICES] = sharded
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        sharded.__dict__[_BEFORE] = parameter
     parameter.grad = None
     nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     if isinstance(parameter, DTensor):
@@ -54,6 +61,25 @@ def leave(parameter: nn.Parameter, sharded: Tensor) -> None:
 def note_gathered(sharded: Tensor, whole: Tensor | None) -> None:
     """Let calls on a parameter of slices mean the whole one; None when they mean the slices again."""
     sharded.__dict__[_GATHERED] = whole
+    if whole is not None and sharded.__dict__.get(_IN_STEPS) is not whole:
+        _move_hooks(sharded.__dict__.get(_IN_STEPS, sharded.__dict__.get(_BEFORE)), whole)
+        sharded.__dict__[_IN_STEPS] = whole
+
+
+def whole_in_steps(tensor: Tensor) -> Tensor | None:
+    """The tensor that a parameter of slices is gathered into for steps, whose gradients pass hooks."""
+    return tensor.__dict__.get(_IN_STEPS)
+
+
+def _move_hooks(before: Tensor | None, now: Tensor) -> None:
+    """Register the hooks on the gradient of a parameter on what has its place."""
+    if before is None:
+        return
+    with _torch.DisableTorchFunction():
+        for hook in (before._backward_hooks or {}).values():
+            now.register_hook(hook)
+        for hook in (getattr(before, "_post_accumulate_grad_hooks", None) or {}).values():
+            now.register_post_accumulate_grad_hook(hook)
 
 
 def in_its_place(tensor: Tensor) -> Tensor:

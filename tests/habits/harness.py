@@ -28,11 +28,13 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition.batches import microbatches_of
+from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.schedules.builders import V_NAMES
-from lightning_pipeline.strategy import partitioner
+from lightning_pipeline.strategy import partitioner, stage_runner
 from tests.habits.table import HABITS, Habit, load
 
 NUM_MICROBATCHES = 4
@@ -43,17 +45,31 @@ TIMEOUT_S = 12.0
 @dataclass(frozen=True)
 class Configuration:
     """A number of stages under a schedule, written "2-1f1b", or cut automatically, "2-auto"; "1" is one process of
-    ours, "plain" is Lightning alone, and "without" is one process of a module that does without the habit."""
+    ours, "plain" is Lightning alone, and "without" is one process of a module that does without the habit.
+
+    "2x2-1f1b-fsdp" are two replicas, which get the same samples, draw the same numbers, and come to what one does.
+    """
 
     stages: int
     schedule: str = "1f1b"
     kind: str = "stages"
+    replicas: int = 1
+    data_parallel: str = "replicate"
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return self.stages * self.replicas
 
     @classmethod
     def of(cls, text: str) -> Configuration:
         if text in ("1", "plain", "without"):
             return cls(1, kind=text)
         stages, dash, schedule = text.partition("-")
+        if "x" in stages:
+            stages, _, replicas = stages.partition("x")
+            schedule, _, kind = schedule.partition("-")
+            return cls(int(stages), schedule, replicas=int(replicas), data_parallel=kind or "replicate")
         if not dash or not stages.isdigit():
             raise ValueError(
                 f"{text!r} is no configuration: write stages and schedule, such as 2-1f1b or 4-zero_bubble"
@@ -151,9 +167,11 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         "num_sanity_val_steps": 2 * (NUM_MICROBATCHES if is_plain else 1),
         **habit.trainer_options(folder),
     }
+    if configuration.replicas > 1:
+        options["use_distributed_sampler"] = False
     trainer = L.Trainer(
         strategy="auto" if is_plain else strategy(configuration),
-        devices=configuration.stages,
+        devices=configuration.world,
         accelerator="cpu",
         callbacks=[*habit.callbacks(), watcher],
         log_every_n_steps=1,
@@ -163,7 +181,11 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         **options,
     )
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), mock.patch.object(partitioner, "print_plan"):
+    with (
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(partitioner, "print_plan"),
+        mock.patch.object(stage_runner, "mix", mixed_alike if configuration.replicas > 1 else stage_runner.mix),
+    ):
         returned = [call(trainer, module, name, habit, is_plain) for name in habit.calls]
     return {
         "losses": watcher.losses,
@@ -173,7 +195,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         "progress_bar_metrics": comparable(dict(trainer.progress_bar_metrics)),
         "gradients": watcher.gradients,
         "state": comparable(dict(trainer.strategy.lightning_module_state_dict())),  # the first rank's
-        "held": {name: comparable(tensor) for name, tensor in held(trainer, module, with_buffers=True)},
+        "held": {name: comparable(whole(tensor)) for name, tensor in held(trainer, module, with_buffers=True)},
         "checkpoint": saved(trainer, folder) if "fit" in habit.calls else {},
         "returned": comparable(returned),
         "observed": {name: comparable(attribute(module, name)) for name in habit.observed},
@@ -184,6 +206,16 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
             "torch": digest(torch.get_rng_state().numpy()),
         },
     }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor of which replicas keep slices; any other one itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mixed_alike(seed: int, *numbers: int) -> int:
+    """A seed of steps that is the same on all replicas."""
+    return seed if len(numbers) == 1 else mix(seed, *numbers)
 
 
 def digest(state: Any) -> str:
@@ -198,6 +230,7 @@ def strategy(configuration: Configuration) -> PipelineStrategy:
         num_microbatches=NUM_MICROBATCHES,
         schedule="1f1b" if is_automatic else configuration.schedule,
         timeout=TIMEOUT_S,
+        data_parallel=configuration.data_parallel,
     )
 
 
@@ -319,7 +352,7 @@ def run_habits(names: Sequence[str], text: str, folder: str, patience_s: float) 
         unfinished = place / f"rank{rank}.unfinished"
         torch.save(record, unfinished)
         unfinished.rename(place / f"rank{rank}.pt")
-        if "error" in record and configuration.stages > 1:
+        if "error" in record and configuration.world > 1:
             return  # connections are broken
 
 

@@ -202,7 +202,29 @@ class GathersByItself(Validated):
         self.log("norm", torch.stack([one.norm() for one in wholes]).norm())
 
 
-OFTEN = (ClampsInSteps, WritesThroughData, KeepsParameters, UnfreezesInStep, BySAM)
+class WatchesGradients(Validated):
+    """Hooks on gradients: from before parameters were in slices, and from between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def note(self, gradient: Tensor) -> None:
+        self.norms.append(gradient.norm().item())
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_hook(self.note)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[0].linear.bias.register_hook(lambda gradient: 2 * gradient)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("norms", sum(self.norms))
+
+
+OFTEN = (WatchesGradients, ClampsInSteps, WritesThroughData, KeepsParameters, UnfreezesInStep, BySAM)
 MORE = (ClipsByItself, ClampsAfterUpdates, SumsNorms, ClampsAfterValidation, SetsGradients, GathersByItself)
 OWN = (BySAM, ByNormOfAll)  # optimizers
 
