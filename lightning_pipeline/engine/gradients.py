@@ -105,7 +105,7 @@ class Gradients:
         self._reducer: PipelineGradReducer | None = None
         self._final: dict[int, list[nn.Parameter]] = {}
         self._reducing: PipelineGradReducer | None = None  # this step's, even if `settle` drops the other
-        self._complete = True
+        self._complete = self._reduces_slices = True
         self._slices: list[nn.Parameter] = []
 
     def settle(self, ownership: Ownership) -> None:
@@ -152,6 +152,7 @@ class Gradients:
             are_seen: hooks see gradients within a window.
         """
         self._complete = complete
+        self._reduces_slices = complete or are_seen  # else `.grad` of slices is None until the window ends
         self._hold.begin(self._slices or self._parameters(), first=first, unseen=unseen)
         self.gather()
         maybe_shared = self._named(self._maybe_shared)
@@ -171,7 +172,7 @@ class Gradients:
             self._reducing.finish()
             self._reducing = None
         if self.sharded is not None:
-            if self._complete:
+            if self._reduces_slices:
                 self.sharded.reduce()
             self.release()
         self._hold.end()
