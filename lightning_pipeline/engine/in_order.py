@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lightning_pipeline.engine.checkpointed import CheckpointedFunctions
 from lightning_pipeline.engine.gradient_hooks import HookCalls
-from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch, refusing_gradient
+from lightning_pipeline.engine.leaf_gradients import refusing_gradient
+from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec

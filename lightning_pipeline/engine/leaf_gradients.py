@@ -104,3 +104,21 @@ def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
                 found.setdefault(id(node.variable), node.variable)
             todo += [following for following, _ in node.next_functions]
     return list(found.values())
+
+
+def refusing_gradient(data: Tensor, line: str) -> Tensor:
+    """A leaf that an earlier micro-batch has made, for a graph from which no gradient may flow into it.
+
+    Args:
+        line: of the user's that uses it.
+    """
+
+    def refuse(gradient: Tensor) -> None:
+        raise NotImplementedError(
+            f"a gradient would flow from one micro-batch into a tensor that an earlier one has made and that requires "
+            f"one ({line}): make it a parameter in __init__, or use it detached, as in value.detach()"
+        )
+
+    leaf = data.detach().requires_grad_()
+    leaf.register_hook(refuse)
+    return leaf

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.expectations import Expectation
+from lightning_pipeline.engine.leaf_gradients import refusing_gradient
 from lightning_pipeline.engine.offloading import Parcel
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.microbatch import Overlaps
@@ -383,24 +384,6 @@ def take_earlier_values(state: Microbatch, visit: int, microbatches: Sequence[Mi
             captured[place] = data = refusing_gradient(data, line) if line else data
             if state.recording is not None:  # its forward may run before the step's Python
                 state.recording.of_stages.add(id(data))
-
-
-def refusing_gradient(data: Tensor, line: str) -> Tensor:
-    """A leaf that an earlier micro-batch has made, for a graph from which no gradient may flow into it.
-
-    Args:
-        line: of the user's that uses it.
-    """
-
-    def refuse(gradient: Tensor) -> None:
-        raise NotImplementedError(
-            f"a gradient would flow from one micro-batch into a tensor that an earlier one has made and that requires "
-            f"one ({line}): make it a parameter in __init__, or use it detached, as in value.detach()"
-        )
-
-    leaf = data.detach().requires_grad_()
-    leaf.register_hook(refuse)
-    return leaf
 
 
 def data_of(microbatches: Sequence[Microbatch], recording: Any, value: int) -> Tensor:

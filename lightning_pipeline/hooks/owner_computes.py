@@ -300,10 +300,9 @@ class OwnerComputes(TorchFunctionMode):
         with _torch.DisableTorchFunction():
             if is_gradient:
                 return found[0] if found else args[0].grad
-            here = [found.pop(0) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
+            here: list[Any] = [found.pop(0) if type(one) is Placeholder else one for one in call.tensors]
             if name == "__reduce_ex__":
-                own: Any = here[0]
-                return reduced(own, TensorSpec.of(own), args[1])
+                return reduced(here[0], TensorSpec.of(here[0]), args[1])
             if name == "__deepcopy__":
                 copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else copy_of(*args)
                 return copied

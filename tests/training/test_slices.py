@@ -234,28 +234,6 @@ class ByLBFGS(Validated):
         return torch.optim.LBFGS(self.parameters())
 
 
-class SignDescent(torch.optim.Optimizer):
-    """A user's own."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
-        return loss
-
-
-class ByOwnOptimizer(Validated):
-    def configure_optimizers(self) -> Any:
-        return SignDescent(self.parameters())
-
-
 def fitted(module: type[Layers], folder: Path, world: int, **options: Any) -> dict[str, Any]:
     """The weights at the end, and what was logged, on the first rank; the error of a run that has failed."""
     L.seed_everything(1, verbose=False)
@@ -324,13 +302,13 @@ def test_what_updates_all_parameters_as_one_is_refused(kind: str, tmp_path: Path
 def warned(folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fitted(ByOwnOptimizer, folder, 2, data_parallel="zero1")
+        fitted(ByNormOfAll, folder, 2, data_parallel="zero1")
     return [str(one.message) for one in caught]
 
 
 def test_an_own_optimizer_is_told_to_keep_its_whole_state(tmp_path: Path) -> None:
     messages = launch(warned, tmp_path, world=2)[0]
-    assert any("each replica updates all parameters by SignDescent" in message for message in messages)
+    assert any("each replica updates all parameters by NormsAllGradients" in message for message in messages)
 
 
 @pytest.mark.parametrize("module", [ReadsStateInHook, pytest.param(ReadsStateInStep, marks=pytest.mark.slow)])
