@@ -75,7 +75,7 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 """A view that autograd treats as a tensor of its own."""
 native_batch_norm_legit = torch.ops.aten._native_batch_norm_legit
 
-foreach_copy_, foreach_norm = torch._foreach_copy_, torch._foreach_norm
+foreach_add_, foreach_copy_, foreach_norm = torch._foreach_add_, torch._foreach_copy_, torch._foreach_norm
 has_foreach_support = _has_foreach_support
 foreach_types = _foreach_supported_types
 """The types of tensors that torch's clipping of gradients takes as lists."""

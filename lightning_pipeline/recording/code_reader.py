@@ -80,12 +80,12 @@ class Uses(NamedTuple):
     functions: list[FunctionType]
 
 
-def uses_of(function: FunctionType, is_method: bool, children: frozenset[str]) -> Uses:
+def uses_of(function: FunctionType, own: frozenset[str] | None, children: frozenset[str]) -> Uses:
     """Read a function, all of whose arguments are values.
 
     Args:
-        is_method: but for the first one, a module.
-        children: names of modules in modules.
+        own: names of the modules in its first argument, which is a module; None where that is a value, too.
+        children: names of modules in any module.
 
     Raises:
         Impure: it may do more than compute.
@@ -93,20 +93,20 @@ def uses_of(function: FunctionType, is_method: bool, children: frozenset[str]) -
     code = function.__code__
     if code.co_freevars or function.__kwdefaults__ or not is_plain(function.__defaults__ or ()):
         raise Impure(f"{function.__qualname__} has a closure, or defaults that may change")
-    uses = _read(function, code, is_method, children)
+    uses = _read(function, code, own, children)
     if any(item.owner.get(item.name) is not item.value for item in uses.items):  # since it was read
-        return _read.__wrapped__(function, code, is_method, children)
+        return _read.__wrapped__(function, code, own, children)
     return uses
 
 
 @lru_cache(maxsize=1024)
-def _read(function: FunctionType, code: CodeType, is_method: bool, children: frozenset[str]) -> Uses:
+def _read(function: FunctionType, code: CodeType, own: frozenset[str] | None, children: frozenset[str]) -> Uses:
     if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         raise Impure(f"{function.__qualname__} is a generator")
     definition = definition_of(code)
     if definition is None:
         raise Impure(f"the source of {function.__qualname__} is not what runs")
-    reader = _Reader(function, definition, is_method, children)
+    reader = _Reader(function, definition, own, children)
     while True:  # a name that turns out to be a module's may have been used before
         before = set(reader.modules)
         reader.read()
@@ -162,15 +162,22 @@ class _Reader:
     """Reads the body of one function."""
 
     def __init__(
-        self, function: FunctionType, definition: ast.FunctionDef, is_method: bool, children: frozenset[str]
+        self,
+        function: FunctionType,
+        definition: ast.FunctionDef,
+        own: frozenset[str] | None,
+        children: frozenset[str],
     ) -> None:
         code = function.__code__
+        is_method = own is not None
         self.uses = Uses(set(), [], [], [])
         self.modules: set[str] = {code.co_varnames[0]} if is_method and code.co_argcount else set()
         """Local names that may be modules."""
-        self._body = definition.body
-        self._globals = function.__globals__
-        self._children = children
+        names = (node for node in ast.walk(definition) if isinstance(node, ast.Name))
+        self._selves = self.modules - {name.id for name in names if not isinstance(name.ctx, ast.Load)}
+        """The name of the module whose method is read, unless it is given another meaning."""
+        self._body, self._globals = definition.body, function.__globals__
+        self._own, self._children = own, children
         self._locals = {*code.co_varnames, *code.co_cellvars}
         comprehended = {
             name.id
@@ -199,15 +206,13 @@ class _Reader:
             case ast.Expr(value):
                 self._expression(value)
             case ast.Return(value):
-                if value is not None:
-                    self._value(value)
+                self._values(value)
             case ast.Assign(targets, value):
                 kind = self._expression(value)
                 for target in targets:
                     self._bind(target, kind)
             case ast.AugAssign(ast.Name() as target, _, value):
-                self._value(value)
-                self._value(ast.Name(target.id, ast.Load()))
+                self._values(value, ast.Name(target.id, ast.Load()))
             case ast.AnnAssign(ast.Name() as target, _, value, _):
                 if value is not None:
                     self._bind(target, self._expression(value))
@@ -280,8 +285,10 @@ class _Reader:
                 return _Kind.VALUE
             case ast.Name(name):
                 return self._name(name)
+            case ast.Attribute(ast.Name(base), name) if base in self._selves and self._own is not None:
+                return self._attribute(_Kind.MODULE, name, self._own)
             case ast.Attribute(base, name):
-                return self._attribute(self._expression(base), name)
+                return self._attribute(self._expression(base), name, self._children)
             case ast.Call():
                 return self._call(node)
             case ast.BinOp(left, _, right):
@@ -303,6 +310,10 @@ class _Reader:
                 return self._either((body, orelse))
             case ast.Tuple(items) | ast.List(items):
                 return self._either(items)
+            case ast.Dict(keys, values):
+                return self._values(*keys, *values)
+            case ast.JoinedStr(parts):
+                return self._values(*(part.value for part in parts if isinstance(part, ast.FormattedValue)))
             case ast.Starred(inner):
                 kind = self._expression(inner)
                 self._go_through(kind)
@@ -339,12 +350,12 @@ class _Reader:
         self.uses.items.append(Item(owner, name, owner[name]))
         return _Static(owner[name])
 
-    def _attribute(self, base: _Result, name: str) -> _Result:
+    def _attribute(self, base: _Result, name: str, children: frozenset[str]) -> _Result:
         if name.startswith("__"):
             raise Impure(f"{name}, which may be another name where it is read")
         if base is _Kind.MODULE:
             self.uses.attributes.add(name)
-            return _Kind.MODULE if name in self._children else _Kind.VALUE
+            return _Kind.MODULE if name in children else _Kind.VALUE
         if isinstance(base, _Static) and isinstance(base.value, ModuleType):
             if base.value not in _NAMESPACES or name not in vars(base.value):
                 raise Impure(f"{base.value.__name__}.{name} is not known to compute")

@@ -53,7 +53,7 @@ class Event:
         digest: of the path up to here, alike on all ranks.
         as_part: where micro-batches meet: the program of what has run since they last met, or None.
         sharers: the tensors that share memory with what it writes into (see `view_writes`).
-        shortcuts: where calls of whole modules lead from here (see `pure_modules`).
+        shortcuts: where calls of whole modules lead from here (see `shortcuts`).
     """
 
     __slots__ = (

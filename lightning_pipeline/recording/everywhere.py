@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_code import users_line
@@ -51,6 +52,8 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
     ):
         _before_write(recording, args[:1])
         recording.memory.exposed.add(memory_of(args[0]))
+    elif _is_count(recording, func, args, kwargs):
+        recording.counted.append(args[0])
     found = func(*args, **kwargs)
     if recording.provenance is not None:
         recording.provenance.note_call(func, args, kwargs, found, draw)
@@ -60,6 +63,35 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
         if memory == memory_of(args[0]):
             recording.memory.note_views(memory, (*made, args[0]))
     return found
+
+
+def _is_count(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call increases a tensor of the module by one."""
+    is_one = func is Tensor.add_ and not kwargs and type(args[1]) is int and args[1] == 1
+    return is_one and recording.tensors.number_of(args[0]) is not None
+
+
+def count(recording: Recording, counters: Sequence[Tensor]) -> bool:
+    """Increase tensors of the module by one, each as a call of its own would, if no stage has a use for them.
+
+    Returns whether it has: else nothing is done.
+    """
+    recorder = recording.recorder
+    with _torch.DisableTorchFunction():
+        memories = set(map(_torch.storage_id, counters))
+    if not (
+        memories.isdisjoint(recorder.used)
+        and memories.isdisjoint(recording.memory.copied)
+        and all(one.memory.captures_none_of(memories, one.captured) for one in recorder.recordings)
+    ):
+        return False
+    if recording.provenance is not None:
+        recording.provenance.is_known = False
+    with _torch.DisableTorchFunction():
+        _torch.foreach_add_([*counters], 1)
+    recording.counted.extend(counters)
+    recording.num_aside += len(counters)
+    return True
 
 
 def _before_write(recording: Recording, tensors: Sequence[Tensor]) -> None:

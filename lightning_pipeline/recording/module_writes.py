@@ -50,8 +50,10 @@ def needs_order(events: Iterable[Event], num_stages: int) -> bool:
     several stages use, or whose content before backward needs."""
     writes = ModuleWrites()
     written: set[int] = set()
+    written_plainly: set[int] = set()
     stages: dict[int, set[int]] = {}
     with_gradient: set[int] = set()
+    kept: set[int] = set()  # by batch norms, for backward, in which autograd does not mind what they write themselves
     for event in events:
         if event.visit < 0:
             continue
@@ -61,9 +63,13 @@ def needs_order(events: Iterable[Event], num_stages: int) -> bool:
             number = writes.behind(value)
             if number is not None:
                 stages.setdefault(number, set()).add(event.visit % num_stages)
-                if has_gradient and slot not in beside:
-                    with_gradient.add(number)
-        written |= writes.of(event).keys()
+                if has_gradient:
+                    (kept if slot in beside else with_gradient).add(number)
+        written_now = writes.of(event).keys()
+        written |= written_now
+        if not beside:
+            written_plainly |= written_now
+    with_gradient |= kept & written_plainly
     return any(len(stages[number]) > 1 or number in with_gradient for number in written)
 
 

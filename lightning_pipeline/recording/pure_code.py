@@ -7,7 +7,7 @@ sound if what the Python does follows from what is compared at each call, and if
     ----------------------                    ------------------------------
     its arguments, and what comes of them     compared by the caller (tensors by their specs)
     numbers, strings, ... on modules          identity of each attribute that is read
-    parameters and modules within             identity of each
+    parameters, buffers and modules within    identity of each
     globals, methods, other functions         identity, and proven themselves
     torch functions                           seen as events: the caller takes no call that made anything else
 
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.backends import mha
 
 from lightning_pipeline.recording.code_reader import OF_CONTAINERS, Impure, Item, is_plain, is_torch_function, uses_of
 
@@ -54,41 +55,45 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
     Raises:
         Impure: it is not shown that they are.
     """
-    children = frozenset(name for module in modules for name in module._modules)
     facts = Facts([], [], [])
     by_class: dict[type, list[nn.Module]] = {}
     for module in modules:
         by_class.setdefault(type(module), []).append(module)
-    pending: list[tuple[FunctionType, bool]] = []
-    for cls in by_class:
+    children = {cls: frozenset(name for m in members for name in m._modules) for cls, members in by_class.items()}
+    names_of_children = frozenset[str]().union(*children.values())
+    pending: list[tuple[FunctionType, frozenset[str] | None]] = []
+    for cls, members in by_class.items():
         if cls in trusted:
             facts.attributes.extend(_trusted(cls)[0])
             facts.items.extend(_trusted(cls)[1])
+            facts.items.extend(_settings_of(members))
         elif cls not in _CONTAINERS:
-            pending.append((_forward_of(cls, facts), True))
-    done: set[tuple[FunctionType, bool]] = set()
+            pending.append((_forward_of(cls, facts), children[cls]))
+    done: set[tuple[FunctionType, frozenset[str] | None]] = set()
     names: set[str] = set()
     while pending:
-        function, is_method = pending.pop()
-        if (function, is_method) in done:
+        function, own = pending.pop()
+        if (function, own) in done:
             continue
-        done.add((function, is_method))
+        done.add((function, own))
         facts.attributes.extend(Item(function, name, getattr(function, name)) for name in ("__code__", "__defaults__"))
-        uses = uses_of(function, is_method, children)
+        uses = uses_of(function, own, names_of_children)
         facts.items.extend(uses.items)
         facts.absent.extend(uses.absent)
-        pending.extend((used, False) for used in uses.functions)
+        pending.extend((used, None) for used in uses.functions)
         for name in uses.attributes - names:
             names.add(name)
             for cls, members in by_class.items():
-                pending.extend(_resolve(name, cls, members, facts, is_trusted=cls in trusted))
+                used = _resolve(name, cls, members, facts, is_trusted=cls in trusted)
+                pending.extend((function, children[cls] if is_method else None) for function, is_method in used)
             if name not in OF_CONTAINERS and not any(_has(module, name) for module in modules):
                 raise Impure(f"no module has {name}")
     return facts
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    return name in vars(module) or name in module._parameters or name in module._modules or hasattr(type(module), name)
+    held = (vars(module), module._parameters, module._buffers, module._modules)
+    return any(name in one for one in held) or hasattr(type(module), name)
 
 
 @lru_cache(maxsize=256)
@@ -109,6 +114,19 @@ def _trusted(cls: type) -> tuple[list[Item], list[Item]]:
         [Item(cls, name, value) for name, value in functions.items()],
         [Item(vars(F), name, vars(F)[name]) for name in called],
     )
+
+
+def _settings_of(modules: Iterable[nn.Module]) -> list[Item]:
+    """What forwards of torch's own modules decide by beside their attributes: the flag of fast attention, and functions
+    that they have been given, as the activation of a transformer's layer."""
+    found = [Item(vars(mha), "_is_fastpath_enabled", vars(mha)["_is_fastpath_enabled"])]
+    for module in modules:
+        given = vars(module).get("activation")
+        if given is not None and not is_plain(given):
+            if not is_torch_function(given):
+                raise Impure("an activation that is no function of torch's")
+            found.append(Item(vars(module), "activation", given))
+    return found
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -143,7 +161,7 @@ def _resolve(
         own = vars(module)
         if name == "forward":
             continue  # of the class: an instance's own is refused
-        if name in module._parameters or name in module._modules:
+        if name in module._parameters or name in module._buffers or name in module._modules:
             # Whose identity is compared anyhow. They are looked up last.
             if name in own or of_class is not None:
                 raise Impure(f"{cls.__name__}.{name} is hidden by another attribute")
@@ -170,6 +188,4 @@ def _resolve(
                 raise Impure(f"{cls.__name__}.{name} is more than a method or a number")
             facts.attributes.append(Item(cls, name, value))
             facts.absent.append((own, name))
-        elif name in module._buffers:
-            raise Impure(f"{cls.__name__}.{name} is a buffer")
     return functions

@@ -1,39 +1,31 @@
-"""Calls of modules that only compute, recorded as one event each.
+"""Modules that only compute: what a call of one comes to follows from the module, as it is now, and its arguments.
 
-What such a call comes to follows from its classes and their code (`pure_code`), plain attributes, parameters and
-arguments. All of them are compared at every call, which costs a tenth of running a module's Python on placeholders.
-Everything else (hooks, a forward that is not proven pure, a function mode of the user's) takes the usual way, function
-by function::
-
-    begin ── layer_norm ── linear ── gelu ── linear ── add ── end      a block's call, the first time
-      └──────────────────── shortcut ─────────────────────────┘        from then on
+That is from its classes and their code (`pure_code`), plain attributes, parameters, buffers and children. All of them
+are compared at every call, which costs a tenth of running a module's Python on placeholders.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, contains, getitem, is_
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.overrides import HOOKS, hooks_of
-from lightning_pipeline.partition.ownership import HELD_BY
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.recording.code_reader import Impure, is_plain
-from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.keyed_calls import is_own
-from lightning_pipeline.recording.matcher import CAPTURED, autocast_state, renewed
 from lightning_pipeline.recording.pure_code import facts_of
 
-_FILES = ("activation", "container", "conv", "dropout", "flatten", "linear", "normalization", "pooling", "sparse")
-_ENTERED = (nn.MultiheadAttention, nn.EmbeddingBag, nn.CrossMapLRN2d)
-"""Of classes in these files, those that decide by more than their attributes, or give more than one tensor."""
+_FILES = (
+    *("activation", "batchnorm", "container", "conv", "dropout", "flatten", "instancenorm", "linear", "normalization"),
+    *("pooling", "sparse", "transformer"),
+)
+_ENTERED = (nn.EmbeddingBag, nn.CrossMapLRN2d, nn.SyncBatchNorm, nn.Transformer)
+"""Of classes in these files, those that decide by more than their attributes."""
 PURE = frozenset(
     cls
     for cls in vars(nn).values()
@@ -45,82 +37,6 @@ PURE = frozenset(
     and cls.forward is not nn.Module.forward
 )
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{kind}") for kind in HOOKS)
-DRAW = object()
-"""Among what a call takes along: the number of its next draw of random numbers."""
-_MAX_FRUITLESS = 8
-"""Calls in a row that gave no shortcut, or found the module changed, before a module's calls are left alone."""
-
-
-class Argument(NamedTuple):
-    """Among what a call takes along: one of its arguments, by place."""
-
-    place: int
-
-
-class Given(NamedTuple):
-    """One argument of a call.
-
-    Attributes:
-        value: the number of the value that it stands for; -1 for a tensor that every rank has, -2 for no tensor.
-        spec: of a tensor.
-        constant: what else it is.
-    """
-
-    value: int
-    spec: TensorSpec | None
-    constant: Any
-
-    def is_like(self, argument: Any, recording: Any) -> bool:
-        kind = type(argument)
-        if kind is Placeholder:
-            return argument.value == self.value and argument.spec is self.spec and argument.recording is recording
-        if kind is Tensor:
-            spec = self.spec
-            return (
-                self.value == -1
-                and spec is not None
-                and argument.shape == spec.shape
-                and argument.dtype is spec.dtype
-                and argument.requires_grad is spec.requires_grad
-                and argument.layout is torch.strided
-                and argument.stride() == spec.stride
-                and argument.device == spec.device
-                and HELD_BY not in argument.__dict__
-            )
-        constant = self.constant
-        return self.value == -2 and (
-            argument is constant or (kind is type(constant) and is_plain(argument) and repr(argument) == repr(constant))
-        )
-
-
-class Shortcut(NamedTuple):
-    """Where a call leads from an event.
-
-    Attributes:
-        state: of the module.
-        layout: how the arguments are given.
-        given: the arguments.
-        same: for each, the first of them that is the same object.
-        grad, autocast: whether autograd was on, and `autocast_state`.
-        end: the call's last event.
-        captures: what the call takes along, in order: `DRAW`, an `Argument`, or a number.
-        maker: the event that makes the result; None where it is an argument.
-        place: of the result in the maker's pool, or among the arguments.
-        value, spec: of the result.
-    """
-
-    state: PureModule
-    layout: Any
-    given: list[Given]
-    same: list[int]
-    grad: bool
-    autocast: Any
-    end: Event
-    captures: tuple[Any, ...]
-    maker: Event | None
-    place: int
-    value: int
-    spec: TensorSpec | None
 
 
 class PureModule:
@@ -132,23 +48,25 @@ class PureModule:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        if any(not is_own(m) or m._buffers or any(hooks_of(m)) or is_compiled(m) for m in modules):
-            raise Impure("a module with buffers, hooks, or a forward of its own")
+        if any(not is_own(m) or any(hooks_of(m)) or is_compiled(m) for m in modules):
+            raise Impure("a module with hooks, or a forward of its own")
         if any(type(parameter) not in (nn.Parameter, Placeholder) for parameter in module.parameters()):
             raise Impure("a parameter with methods of its own")
+        if any(type(buffer) not in (Tensor, nn.Buffer, Placeholder) for buffer in module.buffers()):
+            raise Impure("a buffer with methods of its own")
         facts = facts_of(modules, PURE)
         self._modules = modules
         self._classes = list(map(type, modules))
-        self._hooks = [*_GLOBAL_HOOKS, *(hooks for m in modules for hooks in hooks_of(m))]
-        self._sized = [*map(vars, modules), *(m._parameters for m in modules), *(m._modules for m in modules)]
+        self._hooked = [vars(m) for m in modules for _ in HOOKS]
+        self._hooks = [kind for _ in modules for kind in HOOKS]
+        self._sized = [held for m in modules for held in (vars(m), m._parameters, m._buffers, m._modules)]
         self._sizes = list(map(len, self._sized))
         self._children = [m._modules for m in modules if len(m._modules) > 1]
         self._orders = list(map(list, self._children))
         plain = [(vars(m), key, value) for m in modules for key, value in vars(m).items() if is_plain(value)]
-        slots = [(m._parameters, *slot) for m in modules for slot in m._parameters.items()]
+        slots = [(held, *slot) for m in modules for held in (m._parameters, m._buffers) for slot in held.items()]
         children = [(m._modules, *child) for m in modules for child in m._modules.items()]
-        hooks = [(vars(m), kind, vars(m)[kind]) for m in modules for kind in HOOKS]
-        everything = (*plain, *slots, *children, *hooks, *facts.items, *_forwards(modules))
+        everything = (*plain, *slots, *children, *facts.items, *_forwards(modules))
         items = {(id(owner), key): (owner, key, value) for owner, key, value in everything}
         self._owners, self._keys, self._values = map(list, zip(*items.values(), strict=True))
         attributes = {(id(fact.owner), fact.name): fact for fact in facts.attributes}
@@ -158,28 +76,34 @@ class PureModule:
         missing = [*facts.absent, *((vars(m), "forward") for m in modules if "forward" not in vars(m))]
         absent = {(id(owner), key): (owner, key) for owner, key in missing}
         self._without, self._missing = [owner for owner, _ in absent.values()], [key for _, key in absent.values()]
-        self._parameters = [parameter for _, _, parameter in slots if parameter is not None]
-        self._specs = list(map(_spec, self._parameters))
+        self._tensors = [tensor for _, _, tensor in slots if tensor is not None]
+        self._specs = list(map(_spec, self._tensors))
+
+    def has(self, counters: Sequence[Tensor]) -> bool:
+        """Whether these are different tensors of the module."""
+        numbers = set(map(id, counters))
+        return len(numbers) == len(counters) and numbers <= set(map(id, self._tensors))
 
     def is_unchanged(self) -> bool:
         """Whether a call would still come to the same."""
-        if any(self._hooks) or list(map(len, self._sized)) != self._sizes:
-            return False
         try:
             return (
-                all(map(is_, map(getitem, self._owners, self._keys), self._values))
+                not any(_GLOBAL_HOOKS)
+                and not any(map(getitem, self._hooked, self._hooks))
+                and list(map(len, self._sized)) == self._sizes
+                and all(map(is_, map(getitem, self._owners, self._keys), self._values))
                 and all(map(is_, map(type, self._modules), self._classes))
                 and all(map(is_, map(getattr, self._holders, self._names), self._held))
                 and not any(map(contains, self._without, self._missing))
                 and list(map(list, self._children)) == self._orders
-                and list(map(_spec, self._parameters)) == self._specs
+                and list(map(_spec, self._tensors)) == self._specs
             )
         except (KeyError, AttributeError):
             return False
 
 
 _spec = attrgetter("requires_grad", "dtype", "shape")
-"""Of a parameter: what may be changed of it in place, as `module.half()` does."""
+"""Of a tensor of a module: what may be changed of it in place, as `module.half()` does."""
 
 
 def _forwards(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -210,173 +134,3 @@ def pure_within(root: nn.Module) -> list[nn.Module]:
     for child in root.children():
         is_pure(child)
     return [module for module, only_computes in found.items() if only_computes]
-
-
-def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
-    """What is called in place of ``module._call_impl`` while steps are recorded.
-
-    Args:
-        recorder: has the recording that runs as ``current``.
-    """
-    plain = nn.Module._call_impl
-    state: PureModule | None = None
-    fruitless = 0
-    refs, frame = sys.getrefcount, sys._getframe
-    is_grad_enabled, is_inference, is_autocast = (
-        torch.is_grad_enabled,
-        _torch.is_inference_mode_enabled,
-        _torch.is_any_autocast_enabled,
-    )
-    num_modes, unseen = _torch.num_function_modes, _torch.DisableTorchFunction
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal state, fruitless
-        caller = frame(1).f_locals.get("self")
-        if caller is not module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is call:
-            return plain(caller, *args, **kwargs)  # a copy that a step has made, with all attributes
-        recording = recorder.current
-        if recording is None or fruitless > _MAX_FRUITLESS or is_inference() or num_modes() != recording.num_modes:
-            return plain(module, *args, **kwargs)
-        items, layout = _flat(args, kwargs)
-        begin = recording.event
-        grad, autocast = is_grad_enabled(), autocast_state() if is_autocast() else None
-        with unseen():
-            if state is None or not state.is_unchanged():
-                state = state_of(module)
-                fruitless += 1
-            known: Shortcut | None = None if begin.shortcuts is None else begin.shortcuts.get(module)
-            is_known = (
-                known is not None
-                and known.state is state
-                and known.grad is grad
-                and known.autocast == autocast
-                and known.layout == layout
-                and all(one.is_like(item, recording) for one, item in zip(known.given, items, strict=True))
-                and (len(items) == 1 or known.same == _same(items))
-            )
-        if is_known:
-            assert known is not None
-            for capture in known.captures:
-                if capture is DRAW:
-                    recording.note_draw()
-                elif type(capture) is Argument:
-                    recording.capture(items[capture.place])
-                else:
-                    recording.captured.append(capture)
-            recording.event, recording.skipped[known.end] = known.end, (begin, known.maker)
-            if known.maker is None:
-                return items[known.place]
-            pool, spec = known.maker.pool, known.spec
-            place = pool[known.place]
-            if refs(place) != 3 or place.spec is not spec:
-                place = pool[known.place] = renewed(place, spec, place.what)  # type: ignore[arg-type]
-            place.value, place.recording = known.value, recording
-            return place
-        if state is None:
-            return plain(module, *args, **kwargs)
-        given = _given(items, recording)
-        aside = recording.num_aside
-        result = plain(module, *args, **kwargs)
-        end = recording.event
-        fruitless += 1
-        if given is None or recording.num_aside != aside or type(result) is not Placeholder:
-            return result
-        captures = _captures(begin, end, items, given, recording.captured)
-        source = _source_of(result, begin, end, items)
-        if captures is not None and source is not None:
-            how = (state, layout, given, _same(items), grad, autocast)
-            shortcut = Shortcut(*how, end, captures, *source, result.value, result.spec)
-            begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
-            fruitless = 0
-        return result
-
-    return call
-
-
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The arguments, tuples taken apart, and how they were given."""
-    if not kwargs and tuple not in map(type, args):
-        return args, len(args)
-    items: list[Any] = []
-    layout: list[Any] = [len(args), *kwargs]
-    for argument in (*args, *kwargs.values()):
-        if type(argument) is tuple:
-            layout.append(len(argument))
-            items.extend(argument)
-        else:
-            layout.append(None)
-            items.append(argument)
-    return items, layout
-
-
-def _same(items: Sequence[Any]) -> list[int]:
-    """For each argument the first one that is the same object."""
-    ids = list(map(id, items))
-    return list(map(ids.index, ids))
-
-
-def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
-    """What arguments are; None if one of them may change, or is not of this micro-batch."""
-    found = []
-    for item in items:
-        if type(item) is Placeholder and item.recording is recording:
-            found.append(Given(item.value, item.spec, None))
-        elif type(item) is Tensor and HELD_BY not in item.__dict__:
-            found.append(Given(-1, TensorSpec.of(item), None))
-        elif is_plain(item):
-            found.append(Given(-2, None, item))
-        else:
-            return None
-    return found
-
-
-def _source_of(result: Placeholder, begin: Event, end: Event, items: Sequence[Any]) -> tuple[Event | None, int] | None:
-    """What makes a call's result, and its place in the pool; None with the place of the argument that it is."""
-    for place, item in enumerate(items):
-        if result is item:
-            return None, place
-    event: Event | None = end
-    while event is not begin:
-        assert event is not None
-        made = [value for value in event.outputs if value is not None]
-        if result.value in made:
-            return event, made.index(result.value)
-        event = event.parent
-    return None
-
-
-def _captures(
-    begin: Event, end: Event, items: Sequence[Any], given: Sequence[Given], captured: Sequence[Any]
-) -> tuple[Any, ...] | None:
-    """What a call has taken along; None if it did anything else than to compute from its arguments, numbers, and the
-    module's tensors.
-
-    Args:
-        captured: what the recording has taken along.
-    """
-    found: list[Any] = []
-    values = {one.value for one in given if one.value >= 0}
-    event: Event | None = end
-    if end is begin:
-        return None
-    while event is not begin:
-        if event is None or event.writes or event.visit < 0 or event.match is not event.matcher.match:
-            return None  # it writes, is a mark, or depends on data
-        for number in event.inputs:
-            is_own = type(number) is int and (number < 0 or number in values or number >= begin.num_values)
-            if number is not CAPTURED and not is_own:
-                return None
-        for place in reversed(range(event.matcher.num_captured)):
-            content = captured[event.first_captured + place]
-            if place == 0 and event.draws:
-                found.append(DRAW)
-            elif type(content) in (int, float):
-                found.append(content)
-            else:
-                argument = next((number for number, item in enumerate(items) if item is content), None)
-                if argument is None:
-                    return None
-                found.append(Argument(argument))
-        event = event.parent
-    found.reverse()
-    return tuple(found)

@@ -26,10 +26,11 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, key_of
 from lightning_pipeline.recording.patched_checkpoint import checkpoints_noted
 from lightning_pipeline.recording.patched_torch import arrays_seen, classes_patched
-from lightning_pipeline.recording.pure_modules import calls_of, pure_within
+from lightning_pipeline.recording.pure_modules import pure_within
 from lightning_pipeline.recording.python_again import CheckpointCall
 from lightning_pipeline.recording.python_state import Unclear
 from lightning_pipeline.recording.reachable_state import Places
+from lightning_pipeline.recording.shortcuts import calls_of
 from lightning_pipeline.recording.views import Views
 
 if TYPE_CHECKING:

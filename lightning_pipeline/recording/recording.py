@@ -79,6 +79,7 @@ class Recording(TorchFunctionMode):
         skipped: the last event of each call that was answered as a whole, with the event before the call and the one
             that made its result.
         num_aside: number of torch functions that were no events, except those that describe tensors.
+        counted: tensors of the module that every rank has increased by one.
         num_modes: depth of torch's stack of function modes while only this one is on top.
         arrays: arrays that share memory with values in one process, with their last contents.
         copied_from: of captured copies, by place, the tensors whose memory they are copies of.
@@ -90,8 +91,7 @@ class Recording(TorchFunctionMode):
         switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
             required them where stages have come to.
         twins: placeholders of values that the user's code has other ones of, too.
-        moved_leaves: leaves of the user's that a stage writes into, whose gradients have others gathered since; with
-            these, and the gradients from before.
+        moved_leaves: leaves of the user's that a stage writes into, what gathers their gradients now, and did before.
         kept_views: after the step, views among what the user's code refers to.
     """
 
@@ -105,7 +105,7 @@ class Recording(TorchFunctionMode):
         self.seeds: list[int] = []
         self.overwritten: set[int] = set()
         self.of_stages: set[int] = set()
-        self.num_draws = self.num_aside = 0
+        self.num_draws = self.num_aside = self.num_modes = 0
         self.is_simple = not recorder.has_hooks
         self.reads: list[int] = []
         self.module_reads: list[int] = []
@@ -127,7 +127,7 @@ class Recording(TorchFunctionMode):
         self.batch_places: list[weakref.ref[Placeholder]] = []
         self.overlapping: Collection[int] = ()
         recorder.recordings.append(self)
-        self.num_modes = 0
+        self.counted: list[Tensor] = []
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, tuple[Event, Event | None]] = {}
         self.copied_from: dict[int, Tensor] = {}

@@ -65,11 +65,19 @@ class ReplicatedMemory:
 
     def places_of(self, memory: int, captured: Sequence[Any]) -> list[int]:
         """The places of a memory's tensors among what has been captured."""
+        self._look_at(captured)
+        return self._places.get(memory, [])
+
+    def captures_none_of(self, memories: set[int], captured: Sequence[Any]) -> bool:
+        """Whether nothing that has been captured is in any of these."""
+        self._look_at(captured)
+        return memories.isdisjoint(self._places)
+
+    def _look_at(self, captured: Sequence[Any]) -> None:
         for place in range(self._num_looked_at, len(captured)):
             if isinstance(captured[place], Tensor):
                 self._places.setdefault(memory_of(captured[place]), []).append(place)
         self._num_looked_at = len(captured)
-        return self._places.get(memory, [])
 
     def forget_places(self, memory: int) -> None:
         """Forget the captured tensors of a memory, which have become copies."""

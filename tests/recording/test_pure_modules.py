@@ -6,11 +6,13 @@ import math
 import random
 import types
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import mha
 
 from lightning_pipeline.partition.placeholder import become_absent
 from lightning_pipeline.recording.pure_modules import state_of
@@ -57,6 +59,8 @@ class Block(nn.Module):
         self.skip: nn.Module | None = None
         self.gain = nn.Parameter(torch.ones(4))
         self.act, self.rate = F.gelu, 0.5
+        self.encoder = nn.TransformerEncoderLayer(4, 2)
+        self.register_buffer("shift", torch.zeros(4))
         self.unused = {"what no forward reads": []}
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
@@ -69,11 +73,34 @@ class Block(nn.Module):
                 x = F.dropout(x, self.rate)
         if x.dim() != 3 or x.shape[-1] != self.width:
             raise ValueError(f"{x.dim()} dimensions")
-        return doubled(x) * self.gain
+        return doubled(self.encoder(x)) * self.gain + self.shift
 
 
-def test_a_block_only_computes() -> None:
-    assert state_of(Block()) is not None
+class Formats(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {"x": x, f"{x.dim()} dimensions": x * 2}
+        return parts["x"]
+
+
+class NamedAlike(nn.Module):
+    """A number in one module has the name of a module in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.rate = Attention(), nn.Dropout(0.5)
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rate(self.block(self.attention(x)))
+
+
+PURE = [Block, Formats, NamedAlike, partial(nn.TransformerDecoderLayer, 4, 2), partial(nn.BatchNorm1d, 4)]
+
+
+@pytest.mark.parametrize("make", PURE, ids=lambda make: getattr(make, "func", make).__name__)
+def test_what_only_computes_is_proven(make: Callable[[], nn.Module]) -> None:
+    assert state_of(make()) is not None
+    assert state_of(nn.Sequential(nn.Linear(4, 4), make())) is not None
 
 
 def test_a_block_that_another_rank_holds_only_computes() -> None:
@@ -141,13 +168,20 @@ class ReadsTensor(nn.Module):
         return x * self.scale
 
 
-class ReadsBuffer(nn.Module):
+class OwnActivation(nn.TransformerEncoderLayer):
+    def __init__(self) -> None:
+        super().__init__(4, 2, activation=remembered)
+
+
+class RebindsSelf(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.ones(1))
+        self.inner = nn.ModuleDict({"calls": nn.Identity()})
+        self.inner.rate = self.rate = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        self = self.inner
+        return x * self.calls
 
 
 class ReadsProperty(nn.Module):
@@ -413,11 +447,11 @@ def _without_source() -> type[nn.Module]:
 
 
 IMPURE = [
-    *(Counts, Keeps, Fills, ReadsList, ReadsConfig, ReadsTensor, ReadsBuffer, ReadsProperty, ReadsGlobal),
+    *(Counts, Keeps, Fills, ReadsList, ReadsConfig, ReadsTensor, ReadsProperty, ReadsGlobal, OwnActivation),
     *(DrawsInPython, CallsWhatRemembers, CallsOnModule, PassesModule, AliasedModule, NotesOnTensor, AsksTensor),
     *(AsksForGraph, Prints, WithoutGradients, Tries, OwnCall, OwnAttributes, Inherits, UsesSeed, Closes, IsOneOf),
     *(GlobalByAnotherName, PrivateMethod, MethodsOfValues, ReadsDescriptor, HiddenParameter, ScopesOfComprehensions),
-    *(GoesThroughItself, AsksWhetherTheSame, DefaultDtype, OwnParameter, NoSuchAttribute),
+    *(GoesThroughItself, AsksWhetherTheSame, DefaultDtype, OwnParameter, NoSuchAttribute, RebindsSelf),
     *(_of_closure(), _without_source()),
 ]
 
@@ -457,6 +491,10 @@ CHANGES: dict[str, Callable[[Block, pytest.MonkeyPatch], object]] = {
     "frozen": lambda block, patch: block.norm.requires_grad_(False),
     "its dtype": lambda block, patch: block.norm.half(),
     "a hook": lambda block, patch: block.attention.register_forward_hook(lambda *_: None),
+    "a buffer": lambda block, patch: setattr(block, "shift", torch.zeros(4)),
+    "a buffer's dtype": lambda block, patch: block.shift.__setattr__("data", block.shift.half()),
+    "an activation": lambda block, patch: setattr(block.encoder, "activation", F.gelu),
+    "whether attention may be fast": lambda block, patch: patch.setattr(mha, "_is_fastpath_enabled", False),
     "a buffer's place": lambda block, patch: block.register_buffer("mask", torch.ones(1)) or setattr(block, "n", 1),
     "a forward of its own": lambda block, patch: setattr(block.attention, "forward", lambda x: x),
     "an attribute that hides the class's": _set("width", 4),
