@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import Ownership
-from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, is_absent
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.runtime.direct import recv_tree, send_tree, to_cpu
 from lightning_pipeline.runtime.transport import Transport
@@ -48,29 +48,33 @@ def make_states_whole(
     return True
 
 
-def _owned(layout: OptimizerLayout, ownership: Ownership) -> dict[str, Any]:
-    """The states of the parameters that this stage owns, by name; of LBFGS, which every stage has run, none."""
+def _owned(layout: OptimizerLayout, ownership: Ownership) -> dict[int, Any]:
+    """The states of the parameters that this stage owns, by their places; of LBFGS, which every stage has run, none.
+
+    Not by name, which the parameters of a module and of another one in its place have in common.
+    """
     state = layout.optimizer.state
     return {
-        name: state[parameter]
-        for name, parameter in layout.local_parameters()
-        if not layout.keeps_all and ownership.is_owner(name) and parameter in state
+        place: state[parameter]
+        for place, (name, parameter) in enumerate(layout.parameters())
+        if not (layout.keeps_all or is_absent(parameter)) and ownership.is_owner(name) and parameter in state
     }
 
 
-def _spread(layout: OptimizerLayout, own: dict[str, Any], ownership: Ownership, transport: Transport) -> None:
+def _spread(layout: OptimizerLayout, own: dict[int, Any], ownership: Ownership, transport: Transport) -> None:
     states: dict[nn.Parameter, Any] = layout.optimizer.state  # type: ignore[assignment]
-    parameters = dict(layout.parameters())  # also of modules that have gone, which stay without data elsewhere
+    # Also of modules that have gone, which stay without data elsewhere.
+    names, parameters = zip(*layout.parameters(), strict=True)
     for owner in range(ownership.num_stages):
         if owner != ownership.stage:
             received = recv_tree(transport, owner, "states of the whole optimizer")
-            states.update({parameters[name]: state for name, state in received.items()})
+            states.update({parameters[place]: state for place, state in received.items()})
             continue
         for peer in range(ownership.num_stages):
             if peer != owner:
-                lacking = {name: state for name, state in own.items() if peer not in ownership.holders[name]}
+                lacking = {place: own[place] for place in own if peer not in ownership.holders[names[place]]}
                 send_tree(lacking, transport, peer)
-    ordered = {key: to_cpu(states[key]) for key in parameters.values() if key in states}
+    ordered = {key: to_cpu(states[key]) for key in parameters if key in states}
     ordered.update({key: state for key, state in states.items() if key not in ordered})
     states.clear()
     states.update(ordered)

@@ -120,6 +120,27 @@ class LocalModule:
             self._update_ownership()
         return is_new
 
+    def has_been_given(self) -> bool:
+        """Whether the module has been given others in the places of tensors that only some ranks hold.
+
+        Raises:
+            NotImplementedError: one tensor is in places that different ranks hold.
+        """
+        names: dict[int, str] = {}
+        found = False
+        for name, tensor in named_tensors(self._module):
+            if name not in self.ownership:
+                continue
+            holders = self.ownership.holders[name]
+            found |= holders_of(tensor) != (holders if len(holders) < self.ownership.num_stages else None)
+            first = names.setdefault(id(tensor), name)
+            if self.ownership.holders[first] != holders:
+                raise NotImplementedError(
+                    f"{first} and {name} have become the same tensor during the run, and different stages hold them: "
+                    f"give each a clone() of its own, or share it before the run"
+                )
+        return found
+
     def _update_ownership(self) -> None:
         self.ownership = self.placement.ownership()
         num_ranks = self.ownership.num_stages

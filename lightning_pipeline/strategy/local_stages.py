@@ -171,9 +171,14 @@ class LocalStages:
             self._on_released()
 
     def _note_new_tensors(self) -> None:
-        if self.local.note_new_tensors():
+        is_new = self.local.note_new_tensors()
+        if self._is_settled and self.local.has_been_given():
+            self.release_remote()
+        elif is_new:
             self.gradients.settle(self.local.ownership)
-            self._on_released()
+        else:
+            return
+        self._on_released()
 
     def _warn_of_unreached(self) -> None:
         """Warn of stages without work: a mistake in the stage_config, or modules that are called in later steps."""

@@ -1,0 +1,93 @@
+"""Tensors and layers of a module that hooks replace during training, on stages that are settled by then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.normed_blocks import Blocks
+from tests.habits.table import error, habit
+
+
+@habit(observed=["found"], without={"from_epoch": 9}, plain=False)
+class BuffersReplaced(Blocks):
+    """Buffers are given new tensors between two steps, and are read after each one."""
+
+    from_epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[float]] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch >= self.from_epoch and batch_idx == 0:
+            for layer in self.layers:
+                layer.mean = torch.ones(WIDTH)
+        self.found.append([float(layer.mean.sum()) for layer in self.layers])
+
+
+@habit(without={"from_epoch": 9}, plain=False)
+class StatisticsReplaced(Blocks):
+    """A norm's statistics are replaced, on a stage of its own."""
+
+    from_epoch = 1
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch >= self.from_epoch and batch_idx == 1:
+            self.layers[3].norm.running_mean = torch.ones(WIDTH)
+
+
+@habit(expect=error(r"layers\.0\.mean and layers\.\d\.mean have become the same tensor .* clone"), plain=False)
+class OneTensorForAllBuffers(Blocks):
+    """The buffers of layers on several stages become one tensor."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            mean = torch.ones(WIDTH)
+            for layer in self.layers:
+                layer.mean = mean
+
+
+@habit(without={"from_epoch": 9})
+class StateAssigned(Blocks):
+    """A layer's tensors are assigned by load_state_dict."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch >= self.from_epoch:
+            state = {key: torch.full_like(value, 0.5) for key, value in self.layers[3].norm.state_dict().items()}
+            buffers = dict(self.layers[3].norm.named_buffers())
+            self.layers[3].norm.load_state_dict({key: state[key] for key in buffers}, strict=False, assign=True)
+
+
+@habit(without={"from_epoch": 9})
+class LayerReplacedInAGroupOfItsOwn(Layers):
+    """A layer is replaced, and the new one trained in a group of its own, beside the old one's."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            self.layers[3] = Layer()
+            nn.init.eye_(self.layers[3].linear.weight)
+            nn.init.zeros_(self.layers[3].linear.bias)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.layers[3].parameters()), "lr": 0.05})
+
+
+@habit(without={"from_epoch": 9})
+class WeightReplacedInItsGroup(Layers):
+    """A weight is replaced, in the optimizer's group, too."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            linear, [group] = self.layers[3].linear, self.trainer.optimizers[0].param_groups
+            place = next(place for place, parameter in enumerate(group["params"]) if parameter is linear.weight)
+            self.trainer.optimizers[0].state.pop(linear.weight, None)
+            linear.weight = nn.Parameter(torch.eye(WIDTH))
+            group["params"][place] = linear.weight
