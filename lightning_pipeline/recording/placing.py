@@ -44,11 +44,7 @@ class Placing:
         Args:
             stage: of the module that calls it, None where no key says one, and the lowest that it may have.
         """
-        needed = [
-            self._in_part(value.visit if isinstance(value, EarlierValue) else self._ready(value))
-            for value in inputs
-            if value is not None and not isinstance(value, HookTensor)
-        ]
+        needed = [self._in_part(self._needed(value)) for value in inputs if value is not None]
         written = [
             self._in_part(self._memory_of(inputs[slot]).read) for slot, _ in result.writes if type(inputs[slot]) is int
         ]
@@ -115,6 +111,20 @@ class Placing:
     def _ready(self, value: int) -> int:
         """The visit after which a value is there; -1 from the beginning."""
         return max(self.visits.get(value, -1), self._memory_of(value).written)
+
+    def _needed(self, value: Any) -> int:
+        """The visit that an event has to come after, or be on, for an input."""
+        if isinstance(value, EarlierValue):
+            return value.visit
+        if not isinstance(value, HookTensor):
+            return self._ready(value)
+        # It may be a view of a buffer, into which a stage of its rank has written since.
+        is_in_order = len(value.ranks) > 1 or len(value.stages) == 1
+        return -1 if is_in_order else self._last_visit_of(value.stages)
+
+    def _last_visit_of(self, stages: Iterable[int]) -> int:
+        """The latest visit of some stages that the step has come to; -1 for none."""
+        return max((self.latest - (self.latest - stage) % self._num_stages for stage in stages), default=-1)
 
     def _next(self, after: int, stage: int) -> int:
         """The first visit of `stage` from `after` on."""

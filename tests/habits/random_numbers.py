@@ -440,3 +440,16 @@ class InitializedAgainInSteps(Layers):
             nn.init.orthogonal_(first.weight)
             nn.init.orthogonal_(last.weight)
         return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False, shows=False)
+class SeededByItsRank(Layers):
+    """A generator of one's own that is seeded by the rank, which is the replica's number in the step's eyes."""
+
+    def on_fit_start(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.global_rank)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        return F.cross_entropy(logits + torch.randn(logits.shape, generator=self.generator), y)

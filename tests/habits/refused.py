@@ -56,19 +56,6 @@ class BranchesOnRankInHelper(Layers):
         return loss
 
 
-@habit(expect=error(r"(?i)rank|random|generator|differ"), plain=False, shows=False)
-class SeededByItsRank(Layers):
-    """A generator of one's own that is seeded by the rank."""
-
-    def on_fit_start(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.global_rank)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        return F.cross_entropy(logits + torch.randn(logits.shape, generator=self.generator), y)
-
-
 @habit(expect=error(r"did not run the same code.*linear at .*depend on the rank"), plain=False, shows=False)
 class SharesSamplesOut(Layers):
     """Each rank takes other samples, of another number, and reads the loss."""
