@@ -120,26 +120,33 @@ class LocalModule:
             self._update_ownership()
         return is_new
 
-    def has_been_given(self) -> bool:
-        """Whether the module has been given others in the places of tensors that only some ranks hold.
+    def take_given(self) -> bool:
+        """Give ranks what the module has been given in the places of tensors that only some of them hold, as copies of
+        other stages' layers. All ranks must call it, and then release what they do not hold.
+
+        Returns:
+            Whether there was anything.
 
         Raises:
             NotImplementedError: one tensor is in places that different ranks hold.
         """
+        given: dict[int, tuple[str, Tensor]] = {}
         names: dict[int, str] = {}
-        found = False
         for name, tensor in named_tensors(self._module):
             if name not in self.ownership:
                 continue
             holders = self.ownership.holders[name]
-            found |= holders_of(tensor) != (holders if len(holders) < self.ownership.num_stages else None)
             first = names.setdefault(id(tensor), name)
             if self.ownership.holders[first] != holders:
                 raise NotImplementedError(
                     f"{first} and {name} have become the same tensor during the run, and different stages hold them: "
                     f"give each a clone() of its own, or share it before the run"
                 )
-        return found
+            if holders_of(tensor) != (holders if len(holders) < self.ownership.num_stages else None):
+                given[id(tensor)] = name, tensor
+        elsewhere = {id(tensor): held for _, tensor in given.values() if (held := holders_of(tensor)) is not None}
+        self._spread([(name, tensor, elsewhere[key][0]) for key, (name, tensor) in given.items() if key in elsewhere])
+        return bool(given)
 
     def _update_ownership(self) -> None:
         self.ownership = self.placement.ownership()

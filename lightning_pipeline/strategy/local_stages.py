@@ -172,7 +172,7 @@ class LocalStages:
 
     def _note_new_tensors(self) -> None:
         is_new = self.local.note_new_tensors()
-        if self._is_settled and self.local.has_been_given():
+        if self._is_settled and self.local.take_given():
             self.release_remote()
         elif is_new:
             self.gradients.settle(self.local.ownership)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -91,3 +92,42 @@ class WeightReplacedInItsGroup(Layers):
             self.trainer.optimizers[0].state.pop(linear.weight, None)
             linear.weight = nn.Parameter(torch.eye(WIDTH))
             group["params"][place] = linear.weight
+
+
+@habit(without={"from_epoch": 9})
+class WeightOfAnotherLayer(Layers):
+    """A weight is replaced by a copy of one that another stage holds, in the optimizer's group, too."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            linear, [group] = self.layers[3].linear, self.trainer.optimizers[0].param_groups
+            place = next(place for place, parameter in enumerate(group["params"]) if parameter is linear.weight)
+            self.trainer.optimizers[0].state.pop(linear.weight, None)
+            linear.weight = nn.Parameter(self.layers[0].linear.weight.detach().clone())
+            group["params"][place] = linear.weight
+
+
+@habit(without={"from_epoch": 9})
+class CopyOfALayer(Layers):
+    """The last layer is replaced by a copy of an earlier stage's, and the optimizer made anew."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            self.layers[3] = copy.deepcopy(self.layers[0])
+            self.trainer.optimizers = [self.configure_optimizers()]
+
+
+@habit(without={"from_epoch": 9})
+class BuffersOfOtherLayers(Blocks):
+    """Buffers are replaced by what is computed from those of other stages."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch >= self.from_epoch:
+            self.layers[3].mean = self.layers[0].mean * 2
+            self.layers[0].mean = self.layers[2].mean + 1
