@@ -28,7 +28,8 @@ from lightning_pipeline.recording.pure_modules import PureModule, state_of
 DRAW = object()
 """Among what a call takes along: the number of its next draw of random numbers."""
 _MAX_FRUITLESS = 8
-"""Calls in a row that gave no shortcut, or found the module changed, before a module's calls are left alone."""
+"""Calls in a row that gave no shortcut, or changes of the module with no shortcut taken between them, after which it is
+left alone."""
 
 
 class Argument(NamedTuple):
@@ -113,7 +114,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     """
     plain = nn.Module._call_impl
     state: PureModule | None = None
-    fruitless = 0
+    fruitless = changes = 0
     refs, frame = sys.getrefcount, sys._getframe
     is_grad_enabled, is_inference, is_autocast = (
         torch.is_grad_enabled,
@@ -123,12 +124,13 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     num_modes, unseen = _torch.num_function_modes, _torch.DisableTorchFunction
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal state, fruitless
+        nonlocal state, fruitless, changes
         caller = frame(1).f_locals.get("self")
         if caller is not module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is call:
             return plain(caller, *args, **kwargs)  # a copy that a step has made, with all attributes
         recording = recorder.current
-        if recording is None or fruitless > _MAX_FRUITLESS or is_inference() or num_modes() != recording.num_modes:
+        is_left_alone = fruitless > _MAX_FRUITLESS or changes > _MAX_FRUITLESS
+        if recording is None or is_left_alone or is_inference() or num_modes() != recording.num_modes:
             return plain(module, *args, **kwargs)
         items, layout = _flat(args, kwargs)
         begin = recording.event
@@ -136,7 +138,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         with unseen():
             if state is None or not state.is_unchanged():
                 state = state_of(module)
-                fruitless += 1
+                fruitless, changes = fruitless + 1, changes + 1
             known: Shortcut | None = None if begin.shortcuts is None else begin.shortcuts.get(module)
             is_known = (
                 known is not None
@@ -148,6 +150,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
                 and (len(items) == 1 or known.same == _same(items))
             )
         if is_known and known is not None and (not known.counters or count(recording, known.counters)):
+            changes = 0
             for capture in known.captures:
                 if capture is DRAW:
                     recording.note_draw()
