@@ -214,14 +214,18 @@ class Pipeline:
         self._shared.forget_holders()
         self._shared.expectations.forget()
 
+    def take_in(self) -> None:
+        """Take in what hooks have put into the module. All ranks must call it."""
+        if self._shared.tensors.refresh():
+            self._on_module_changed()
+            self.recorder.forget()
+
     def note_module(self) -> None:
         """Bring what is known of the module up to date before a step."""
         shared, recorder = self._shared, self.recorder
         shared.has_learned = False
         recorder.recordings.clear()
-        if shared.tensors.refresh():
-            self._on_module_changed()
-            recorder.forget()
+        self.take_in()
         if recorder.trim():
             shared.forget_holders()
         shared.expectations.keep(recorder.num_events)

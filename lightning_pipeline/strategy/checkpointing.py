@@ -123,9 +123,11 @@ class Checkpoints:
             return plain()
         self.check_alive()
         module = self._strategy.module
+        session, is_seen = self._session, self._is_seen
+        if not session.is_left_whole:
+            session.stages.pipeline.take_in()
         if self._strategy.save_distributed_checkpoint:
             return module_state_in_parts(module)
-        session, is_seen = self._session, self._is_seen
         if session.is_left_whole:
             return plain()
         if not self._is_writer and not is_seen:

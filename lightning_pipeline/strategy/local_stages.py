@@ -154,6 +154,15 @@ class LocalStages:
         self.pipeline.note_release()
         self.gradients.settle(self.local.ownership)
 
+    def make_whole(self, num_processes: int) -> bool:
+        """Give every rank the whole module at the end of a run, and what hooks keep of it, if that fits
+        (`LocalModule.make_whole`)."""
+        self.pipeline.take_in()
+        is_whole = self.local.make_whole(num_processes)
+        if self.owner_computes is not None:
+            self.owner_computes.make_whole(num_processes)
+        return is_whole
+
     def note_uses(self, *, training: bool) -> None:
         """After a step, which has shown who uses what: release what this rank turned out not to need."""
         # Until a training step has run, nobody knows which rank uses which tensor, and ranks hold more than they need.

@@ -255,9 +255,7 @@ class Session:
         Args:
             num_processes: the number of processes that share this machine's memory.
         """
-        self.is_left_whole = self.stages.local.make_whole(num_processes)
-        if self.stages.owner_computes is not None:
-            self.stages.owner_computes.make_whole(num_processes)
+        self.is_left_whole = self.stages.make_whole(num_processes)
         if self.is_left_whole and self.optimizers.optimizers:  # the strategy may have those of another module
             self.optimizers.follow(self.strategy.optimizers, self.module)
             self.optimizers.make_whole(available_bytes() // (2 * num_processes))

@@ -37,7 +37,7 @@ class Blocks(Layers):
     layer = Normed
 
 
-@habit()
+@habit(shows=False)
 class NormedBlocks(Blocks):
     """They are trained."""
 

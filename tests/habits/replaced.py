@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tests.habits.checkpointing import folder_of
 from tests.habits.modules import WIDTH, Layer, Layers
 from tests.habits.normed_blocks import Blocks
 from tests.habits.table import error, habit
@@ -41,15 +42,20 @@ class StatisticsReplaced(Blocks):
             self.layers[3].norm.running_mean = torch.ones(WIDTH)
 
 
-@habit(expect=error(r"layers\.0\.mean and layers\.\d\.mean have become the same tensor .* clone"), plain=False)
-class OneTensorForAllBuffers(Blocks):
-    """The buffers of layers on several stages become one tensor."""
+@habit(expect=error(r"layers\.0\.mean and head\.mean have become the same tensor .* clone"), plain=False)
+class OneTensorForTwoBuffers(Blocks):
+    """Buffers of two stages become one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_buffer("mean", torch.zeros(WIDTH))
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch:
-            mean = torch.ones(WIDTH)
-            for layer in self.layers:
-                layer.mean = mean
+            self.layers[0].mean = self.head.mean = torch.ones(WIDTH)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) + self.head.mean
 
 
 @habit(without={"from_epoch": 9})
@@ -131,3 +137,35 @@ class BuffersOfOtherLayers(Blocks):
         if self.current_epoch >= self.from_epoch:
             self.layers[3].mean = self.layers[0].mean * 2
             self.layers[0].mean = self.layers[2].mean + 1
+
+
+@habit(observed=["found"])
+class SavedAfterACopy(Layers):
+    """Layers are replaced by copies of other stages' after the last step, and a checkpoint is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[3] = copy.deepcopy(self.layers[0])
+            self.layers[0] = copy.deepcopy(self.layers[2])
+            self.trainer.optimizers = [self.configure_optimizers()]
+            path = folder_of(self) / "copied.ckpt"
+            self.trainer.save_checkpoint(path)
+            state = torch.load(path, weights_only=False)["state_dict"]
+            for one in (state, self.state_dict()):
+                self.found.append({key: float(value.sum()) for key, value in one.items()})
+
+
+@habit(without={"factor": 1.0})
+class BuffersReplacedAtTheEnd(Blocks):
+    """Buffers are replaced by what is computed from those of other stages when training has ended."""
+
+    factor = 2.0
+
+    def on_train_end(self) -> None:
+        if self.factor > 1:
+            self.layers[3].mean = self.layers[0].mean * self.factor
+            self.layers[0].mean = self.layers[3].norm.running_mean + 1

@@ -27,10 +27,11 @@ BY_DEFAULT = {
         AdamMomentsChanged WGANWithPenalty ClipsByTorch DatasetCounts GathersOverRanksByName
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
-        WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank
+        WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
+        BuffersReplaced CopyOfALayer
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
-    "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention",
+    "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
     "3-1f1b": """
         RecurrentLayerOnTwoStages CountsBeforeLayersOfAnotherVisit HaltsByData LateTwiceThenEarly
         ViewsOfEveryKindWritten
