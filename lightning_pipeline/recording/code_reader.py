@@ -162,11 +162,7 @@ class _Reader:
     """Reads the body of one function."""
 
     def __init__(
-        self,
-        function: FunctionType,
-        definition: ast.FunctionDef,
-        own: frozenset[str] | None,
-        children: frozenset[str],
+        self, function: FunctionType, definition: ast.FunctionDef, own: frozenset[str] | None, children: frozenset[str]
     ) -> None:
         code = function.__code__
         is_method = own is not None
@@ -201,8 +197,8 @@ class _Reader:
 
     def _statement(self, node: ast.stmt) -> None:
         match node:
-            case ast.Pass() | ast.Break() | ast.Continue() | ast.Raise():
-                pass  # what is raised leaves no result to go by
+            case ast.Pass() | ast.Break() | ast.Continue() | ast.Raise():  # what is raised leaves no result to go by
+                pass
             case ast.Expr(value):
                 self._expression(value)
             case ast.Return(value):
@@ -313,7 +309,8 @@ class _Reader:
             case ast.Dict(keys, values):
                 return self._values(*keys, *values)
             case ast.JoinedStr(parts):
-                return self._values(*(part.value for part in parts if isinstance(part, ast.FormattedValue)))
+                formatted = [part for part in parts if isinstance(part, ast.FormattedValue)]
+                return self._values(*(part.value for part in formatted), *(part.format_spec for part in formatted))
             case ast.Starred(inner):
                 kind = self._expression(inner)
                 self._go_through(kind)

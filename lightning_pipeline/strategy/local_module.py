@@ -267,6 +267,7 @@ class LocalModule:
                     send_tree(tensor.detach(), self._transport, stage)
             if owner != own:
                 spec, data = TensorSpec.of(tensor), recv_tree(self._transport, owner, f"{name} of the whole module")
+                data = data.to(spec.device)
                 if (spec.shape, spec.dtype) == (data.shape, data.dtype):
                     data = conform(data, spec)  # with the strides that it has on its owner
                 if is_absent(tensor):

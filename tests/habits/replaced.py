@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.habits.checkpointing import folder_of
@@ -169,3 +170,24 @@ class BuffersReplacedAtTheEnd(Blocks):
         if self.factor > 1:
             self.layers[3].mean = self.layers[0].mean * self.factor
             self.layers[0].mean = self.layers[3].norm.running_mean + 1
+
+
+@habit(without={"from_epoch": 9})
+class TeacherCopiedLater(Layers):
+    """A teacher is copied from the layers at each epoch from the second on."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch >= self.from_epoch:
+            self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.current_epoch >= self.from_epoch:
+            told = batch[0] * 1.5
+            with torch.no_grad():
+                for layer in self.teacher:
+                    told = layer(told)
+            loss = loss + F.mse_loss(self.features(batch[0]), told)
+        return loss

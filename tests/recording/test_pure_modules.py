@@ -20,6 +20,7 @@ from lightning_pipeline.recording.pure_modules import state_of
 SCALE = 2.0
 SEEN: list[Tensor] = []
 OPTIONS = {"scale": 2.0}
+DIGITS = [1]
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -389,6 +390,11 @@ class ScopesOfComprehensions(nn.Module):
         return x
 
 
+class FormatsByAList(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(f"{1.25:.{DIGITS[0]}f}")
+
+
 class GoesThroughItself(nn.Module):
     def __iter__(self) -> object:
         SEEN.append(torch.zeros(()))
@@ -451,7 +457,7 @@ IMPURE = [
     *(DrawsInPython, CallsWhatRemembers, CallsOnModule, PassesModule, AliasedModule, NotesOnTensor, AsksTensor),
     *(AsksForGraph, Prints, WithoutGradients, Tries, OwnCall, OwnAttributes, Inherits, UsesSeed, Closes, IsOneOf),
     *(GlobalByAnotherName, PrivateMethod, MethodsOfValues, ReadsDescriptor, HiddenParameter, ScopesOfComprehensions),
-    *(GoesThroughItself, AsksWhetherTheSame, DefaultDtype, OwnParameter, NoSuchAttribute, RebindsSelf),
+    *(GoesThroughItself, AsksWhetherTheSame, DefaultDtype, OwnParameter, NoSuchAttribute, RebindsSelf, FormatsByAList),
     *(_of_closure(), _without_source()),
 ]
 
