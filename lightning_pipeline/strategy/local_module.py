@@ -130,10 +130,12 @@ class LocalModule:
         Raises:
             NotImplementedError: one tensor is in places that different ranks hold.
         """
+        if self._transport is None:
+            return False
         given: dict[int, tuple[str, Tensor]] = {}
         names: dict[int, str] = {}
         for name, tensor in named_tensors(self._module):
-            if name not in self.ownership:
+            if name not in self.ownership or isinstance(tensor, DTensor):
                 continue
             holders = self.ownership.holders[name]
             first = names.setdefault(id(tensor), name)
