@@ -132,7 +132,7 @@ class Pipeline:
         """
         states, tensors = self._delivery.announce(work, microbatches)
         shared, live = self._shared, LiveCount()
-        self.note_module()
+        self._note_module()
         self._delivery.deliver(states, tensors)
         if shared.leaf_gradients is not None:
             shared.leaf_gradients.begin()
@@ -220,7 +220,7 @@ class Pipeline:
             self._on_module_changed()
             self.recorder.forget()
 
-    def note_module(self) -> None:
+    def _note_module(self) -> None:
         """Bring what is known of the module up to date before a step."""
         shared, recorder = self._shared, self.recorder
         shared.has_learned = False

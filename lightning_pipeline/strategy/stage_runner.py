@@ -111,7 +111,7 @@ class StageRunner:
         accumulate = trainer.accumulate_grad_batches
         is_first = trainer.fit_loop.batch_idx % accumulate == 0
         gradients = self._stages.gradients
-        self._stages.pipeline.note_module()  # first, as gradients are held of what this rank has then
+        self._stages.pipeline.take_in()  # first, as gradients are held of what this rank has then
         gradients.begin(
             first=is_first,
             complete=is_last,

@@ -105,6 +105,23 @@ class CountedByTheBlockLater(Blocks):
             layer.is_slowing = self.is_slowing and self.current_epoch > 0
 
 
+@habit(shows=False)
+class DividedByItsCount(Layers):
+    """Layers compute with how often they have been called, and nothing else orders their micro-batches."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return x + torch.tanh(self.linear(x)) / self.calls
+
+    layer = Counting
+
+
 @habit(without={"from_epoch": 9})
 class NormsFrozenLater(Blocks):
     """Norms stop to follow the data in the second epoch."""

@@ -92,28 +92,24 @@ class WeightReplacedInItsGroup(Layers):
 
     from_epoch = 1
 
+    def new_weight(self) -> Tensor:
+        return torch.eye(WIDTH)
+
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == self.from_epoch:
             linear, [group] = self.layers[3].linear, self.trainer.optimizers[0].param_groups
             place = next(place for place, parameter in enumerate(group["params"]) if parameter is linear.weight)
             self.trainer.optimizers[0].state.pop(linear.weight, None)
-            linear.weight = nn.Parameter(torch.eye(WIDTH))
+            linear.weight = nn.Parameter(self.new_weight())
             group["params"][place] = linear.weight
 
 
 @habit(without={"from_epoch": 9})
-class WeightOfAnotherLayer(Layers):
-    """A weight is replaced by a copy of one that another stage holds, in the optimizer's group, too."""
+class WeightOfAnotherLayer(WeightReplacedInItsGroup):
+    """The same by a copy of one that another stage holds."""
 
-    from_epoch = 1
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == self.from_epoch:
-            linear, [group] = self.layers[3].linear, self.trainer.optimizers[0].param_groups
-            place = next(place for place, parameter in enumerate(group["params"]) if parameter is linear.weight)
-            self.trainer.optimizers[0].state.pop(linear.weight, None)
-            linear.weight = nn.Parameter(self.layers[0].linear.weight.detach().clone())
-            group["params"][place] = linear.weight
+    def new_weight(self) -> Tensor:
+        return self.layers[0].linear.weight.detach().clone()
 
 
 @habit(without={"from_epoch": 9})

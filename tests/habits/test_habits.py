@@ -36,7 +36,7 @@ BY_DEFAULT = {
         RecurrentLayerOnTwoStages CountsBeforeLayersOfAnotherVisit HaltsByData LateTwiceThenEarly
         ViewsOfEveryKindWritten
     """,
-    "2-auto": "FunctionOfParameters LBFGS",
+    "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
 }
 """What runs by default, where it shows most: of each kind about one. An error ends a launch, so it comes last."""
