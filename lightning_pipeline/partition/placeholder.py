@@ -198,6 +198,14 @@ class Placeholder(Tensor):
         return not is_known or self.spec.device.type == "meta"
 
     @property
+    def __class__(self) -> type:
+        return nn.Parameter if "_is_param" in self.__dict__ else Tensor
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        vars(object)["__class__"].__set__(self, value)
+
+    @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.spec.shape)
 

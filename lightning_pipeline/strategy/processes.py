@@ -18,6 +18,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.collectives import over_replicas_in_hooks
 from lightning_pipeline.engine.replica_collectives import World, all_reduced
 from lightning_pipeline.partition import users_code
+from lightning_pipeline.partition.types_told import types_told
 from lightning_pipeline.partition.users_code import is_asked_in_run
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
@@ -66,7 +67,7 @@ class ProcessStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.peers = Peers()
         self.told_replicas: int | None = None
-        self._collectives = ExitStack()
+        self._in_run = ExitStack()
 
     @property
     def module(self) -> LightningModule:
@@ -211,7 +212,7 @@ class ProcessStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.peers = Peers()  # whatever became of an earlier run
-        self._collectives.close()
+        self._in_run.close()
         set_up_log(self.global_rank)
         warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
@@ -234,7 +235,8 @@ class ProcessStrategy(ParallelStrategy):
                 yield
 
         wait_for_data_within(trainer, waiting_for_data)
-        self._collectives.enter_context(over_replicas_in_hooks(self._world_in_hooks))
+        self._in_run.enter_context(over_replicas_in_hooks(self._world_in_hooks))
+        self._in_run.enter_context(types_told())
 
     def _world_in_hooks(self) -> World | None:
         topology = self.topology_in_run()
@@ -276,7 +278,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def let_processes_end(self) -> None:
         """At the end of a run: from now on a process may end without having failed."""
-        self._collectives.close()
+        self._in_run.close()
         self.peers.notice.is_watching = False
         if isinstance(self._launcher, PipelineLauncher):
             self._launcher.end_run()

@@ -28,7 +28,7 @@ BY_DEFAULT = {
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
-        BuffersReplaced CopyOfALayer
+        BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",

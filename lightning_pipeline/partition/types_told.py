@@ -1,0 +1,121 @@
+"""`type(tensor)` in the user's code: the class that the tensor has in one process.
+
+Python answers `type(x)` without asking the object, and for a tensor that another rank holds it answers `Placeholder`.
+So where the user's modules of Python call `type`, the name means a class that answers as in one process::
+
+    model.py:  if type(out) is torch.Tensor: ...      vars(model)["type"], for the time of a run, before the builtin
+"""
+
+from __future__ import annotations
+
+import re
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pipeline import _torch
+from lightning_pipeline._names import PACKAGES
+from lightning_pipeline.partition.kept_parameters import KeptParameter, KeptPart
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.placeholder import Placeholder
+
+_OURS = (Placeholder, KeptParameter, KeptPart, _torch.FakeTensor)
+
+
+class _TypeMeta(type):
+    """What `told_type` is asked, which has to be answered as `type` does."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
+        if bases == (type,):
+            return super().__new__(mcs, name, bases, names)
+        is_told = [base is told_type for base in bases]  # a metaclass of the user's
+        return type(name, tuple(type if told else base for told, base in zip(is_told, bases, strict=True)), names)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        (value,) = args
+        kind = type(value)
+        if kind in _OURS:
+            return _class_in_one_process(value)
+        return cls if kind is type else kind
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+    def __eq__(cls, other: Any) -> bool:
+        return other is cls or other is type
+
+    def __hash__(cls) -> int:
+        return hash(type)
+
+    def __repr__(cls) -> str:
+        return repr(type)
+
+
+class told_type(type, metaclass=_TypeMeta):
+    """Stands for `type` in the user's modules of Python."""
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+
+def _class_in_one_process(tensor: Tensor) -> type:
+    if isinstance(tensor, KeptPart):
+        return DTensor
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+
+
+@contextmanager
+def types_told() -> Iterator[None]:
+    """While entered, `type` of a tensor is as in one process: in modules of Python that have been imported, and are
+    not torch's, Lightning's or Python's own.
+    """
+    with overridden() as override:
+        for module in list(sys.modules.values()):
+            if type(module) is ModuleType and "type" not in vars(module) and _is_users(module) and _calls_type(module):
+                override(module, "type", told_type)
+        yield
+
+
+_LIBRARIES = (
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(*site.getsitepackages(), site.getusersitepackages()),
+)
+_NEVER = ("torch", "torchmetrics", "numpy", *PACKAGES, __name__.partition(".")[0])
+_OF_TORCH = ("torch", "Tensor", "nn")
+"""Names by which a library's module shows that it knows of tensors."""
+
+
+def _is_users(module: ModuleType) -> bool:
+    """Whether this is the user's code, or that of a library for torch."""
+    path = getattr(module, "__file__", None)
+    if module.__name__.partition(".")[0] in _NEVER:
+        return False
+    is_installed = path is None or path.startswith(_LIBRARIES)
+    return module.__name__ == "__main__" or not is_installed or any(name in vars(module) for name in _OF_TORCH)
+
+
+_CALL = re.compile(rb"\btype\(")
+
+
+def _calls_type(module: ModuleType) -> bool:
+    """Whether the source calls `type`; true where there is none, as in a notebook."""
+    path = getattr(module, "__file__", None)
+    if path is None:
+        return True
+    try:
+        with open(path, "rb") as file:
+            return _CALL.search(file.read()) is not None
+    except OSError:
+        return True
