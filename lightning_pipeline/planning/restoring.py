@@ -15,8 +15,10 @@ from __future__ import annotations
 import abc
 import argparse
 import collections
+import contextvars
 import copy
 import itertools
+import os
 import random
 import sys
 import types
@@ -126,7 +128,10 @@ class _Snapshot:
 
     def __init__(self, root: nn.Module, others: Iterable[object]) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Callable[[], object]] = [
+            partial(_reset_environment, dict(os.environ)),
+            partial(_reset_context, contextvars.copy_context()),
+        ]
         self._once: list[tuple[str, Callable[[], Any], Any]] = []
         self.parameters = [parameter for parameter in root.parameters() if _is_plain(parameter)]
         """Those of modules that are kept in lists or objects, such as a teacher, are added below."""
@@ -299,6 +304,23 @@ class _Snapshot:
 
 _entered: list[_Snapshot] = []
 """Of each active `left_as_it_was`."""
+
+
+def _reset_environment(before: dict[str, str]) -> None:
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _reset_context(before: contextvars.Context) -> None:
+    """Set context variables back; one that had no value gets its default, as a variable cannot be unset."""
+    for variable, value in contextvars.copy_context().items():
+        if variable in before:
+            if before[variable] is not value:
+                variable.set(before[variable])
+        else:
+            with suppress(LookupError):  # it has no default
+                variable.set(contextvars.Context().run(variable.get))
 
 
 def _is_of_library(module: str | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -231,6 +232,45 @@ class ScaleInContext(Layers):
             return super().training_step(batch, batch_idx)
         finally:
             scale.reset(token)
+
+
+@habit(plain=False)  # whose steps are fewer
+class CountsInContextVar(Layers):
+    """A context variable counts steps, and layers use it."""
+
+    class Scaled(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * scale.get()
+
+    layer = Scaled
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale.set(scale.get() * 1.1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("scale", scale.get())
+
+
+@habit(plain=False)  # whose steps are fewer
+class CountsInEnvironment(CountsInContextVar):
+    """An environment variable does."""
+
+    class Scaled(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + 0.1 * int(os.environ["HABIT_STEPS"]))
+
+    layer = Scaled
+
+    def on_fit_start(self) -> None:
+        os.environ["HABIT_STEPS"] = "0"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        os.environ["HABIT_STEPS"] = str(int(os.environ["HABIT_STEPS"]) + 1)
+        return Layers.training_step(self, batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("steps", float(os.environ["HABIT_STEPS"]))
 
 
 @habit(plain=False)
