@@ -62,7 +62,7 @@ def _pools(recording: Recording) -> Iterator[list[Placeholder]]:
         if skipped is None:
             event = event.parent
             continue
-        before, maker = skipped
-        if maker is not None and maker is not event:
+        before, makers = skipped
+        for maker in makers - {event}:
             yield maker.pool
         event = before

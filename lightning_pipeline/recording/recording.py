@@ -76,8 +76,8 @@ class Recording(TorchFunctionMode):
         batch_places: placeholders for tensors of the batch that only the first rank has.
         overlapping: the numbers of those that share memory with others of them.
         memory: of the tensors that every rank has.
-        skipped: the last event of each call that was answered as a whole, with the event before the call and the one
-            that made its result.
+        skipped: the last event of each call that was answered as a whole, with the event before the call and those
+            that made its results.
         num_aside: number of torch functions that were no events, except those that describe tensors.
         counted: tensors of the module that every rank has increased by one.
         num_modes: depth of torch's stack of function modes while only this one is on top.
@@ -129,7 +129,7 @@ class Recording(TorchFunctionMode):
         recorder.recordings.append(self)
         self.counted: list[Tensor] = []
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []
-        self.skipped: dict[Event, tuple[Event, Event | None]] = {}
+        self.skipped: dict[Event, tuple[Event, frozenset[Event]]] = {}
         self.copied_from: dict[int, Tensor] = {}
         self.outdated: dict[int, Tensor] = {}
         self.rank_asked_at: set[tuple[CodeType, int]] = set()

@@ -74,6 +74,23 @@ class Given(NamedTuple):
         )
 
 
+class Made(NamedTuple):
+    """A result of a call.
+
+    Attributes:
+        maker: the event that makes it; None where it is an argument, or no tensor.
+        place: in the maker's pool, or among the arguments; -1 for no tensor.
+        value, spec: of a tensor.
+        constant: what else it is.
+    """
+
+    maker: Event | None
+    place: int
+    value: int = -1
+    spec: TensorSpec | None = None
+    constant: Any = None
+
+
 class Shortcut(NamedTuple):
     """Where a call leads from an event.
 
@@ -86,9 +103,9 @@ class Shortcut(NamedTuple):
         end: the call's last event.
         captures: what the call takes along, in order: `DRAW`, an `Argument`, or a number.
         counters: what it increases by one on every rank, as batch norms do.
-        maker: the event that makes the result; None where it is an argument.
-        place: of the result in the maker's pool, or among the arguments.
-        value, spec: of the result.
+        made: the result; those in a tuple, if it is one.
+        makers: the events that make them.
+        gives_tuple: whether it is one.
     """
 
     state: PureModule
@@ -100,10 +117,9 @@ class Shortcut(NamedTuple):
     end: Event
     captures: tuple[Any, ...]
     counters: list[Tensor]
-    maker: Event | None
-    place: int
-    value: int
-    spec: TensorSpec | None
+    made: tuple[Made, ...]
+    makers: frozenset[Event]
+    gives_tuple: bool
 
 
 def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
@@ -122,6 +138,17 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         _torch.is_any_autocast_enabled,
     )
     num_modes, unseen = _torch.num_function_modes, _torch.DisableTorchFunction
+
+    def again(made: Made, items: Sequence[Any], recording: Any) -> Any:
+        maker, number, value, spec, constant = made
+        if maker is None:
+            return constant if number < 0 else items[number]
+        pool = maker.pool
+        place = pool[number]
+        if refs(place) != 3 or place.spec is not spec:
+            place = pool[number] = renewed(place, spec, place.what)  # type: ignore[arg-type]
+        place.value, place.recording = value, recording
+        return place
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal state, fruitless, changes
@@ -159,15 +186,10 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
                 else:
                     recording.captured.append(capture)
             if known.end is not begin:
-                recording.event, recording.skipped[known.end] = known.end, (begin, known.maker)
-            if known.maker is None:
-                return items[known.place]
-            pool, spec = known.maker.pool, known.spec
-            place = pool[known.place]
-            if refs(place) != 3 or place.spec is not spec:
-                place = pool[known.place] = renewed(place, spec, place.what)  # type: ignore[arg-type]
-            place.value, place.recording = known.value, recording
-            return place
+                recording.event, recording.skipped[known.end] = known.end, (begin, known.makers)
+            if known.gives_tuple:
+                return tuple([again(one, items, recording) for one in known.made])
+            return again(known.made[0], items, recording)
         if state is None:
             return plain(module, *args, **kwargs)
         given = _given(items, recording)
@@ -179,13 +201,17 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         fruitless += 1
         counters = recording.counted[num_counted:]
         is_all = recording.num_aside == aside + len(counters) and state.has(counters)
-        if given is None or not is_all or type(result) is not Placeholder:
+        if given is None or not is_all or type(result) not in (Placeholder, tuple):
             return result
         captures = _captures(begin, end, items, given, recording.captured)
-        source = _source_of(result, begin, end, items)
-        if captures is not None and source is not None:
+        gives_tuple = type(result) is tuple
+        results = [*result] if gives_tuple else [result]
+        made = [_made(one, begin, end, items, recording) for one in results]
+        tensors = [id(one) for one in results if isinstance(one, Tensor)]
+        if captures is not None and None not in made and len(tensors) == len(set(tensors)):
             how = (state, layout, given, _same(items), grad, autocast)
-            shortcut = Shortcut(*how, end, captures, counters, *source, result.value, result.spec)
+            makers = frozenset(one.maker for one in made if one.maker is not None)  # type: ignore[union-attr]
+            shortcut = Shortcut(*how, end, captures, counters, tuple(made), makers, gives_tuple)  # type: ignore[arg-type]
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
             fruitless = 0
         return result
@@ -230,18 +256,22 @@ def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
     return found
 
 
-def _source_of(result: Placeholder, begin: Event, end: Event, items: Sequence[Any]) -> tuple[Event | None, int] | None:
-    """What makes a call's result, and its place in the pool; None with the place of the argument that it is."""
+def _made(result: Any, begin: Event, end: Event, items: Sequence[Any], recording: Any) -> Made | None:
+    """How a call comes to a result; None if that is not known."""
     for place, item in enumerate(items):
-        if result is item:
-            return None, place
+        if result is item and isinstance(result, Tensor):
+            return Made(None, place)
+    if is_plain(result):
+        return Made(None, -1, constant=result)
+    if type(result) is not Placeholder or result.recording is not recording:
+        return None
     value: Any = result.value
     event: Event | None = end
     while event is not begin:
         assert event is not None
         made = [output for output in event.outputs if output is not None]
         if value in made:
-            return event, made.index(value)
+            return Made(event, made.index(value), result.value, result.spec)
         # Written into in place: the same placeholder, by another number before.
         value = next((event.inputs[slot] for slot, _, after in event.writes if after == value), value)
         event = event.parent

@@ -203,3 +203,97 @@ class CopiedInTheStep(Blocks):
         layer.bias = None
         x = self.layers[1](block(self.layers[0](x)))
         return super().features(layer(x) * layer.factor)
+
+
+class Attending(nn.Module):
+    """Gives its values and its weights, or none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.outer, self.tells = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), True
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None, int]:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        weights = (q @ k.t() if bias is None else q @ k.t() + bias).softmax(-1)
+        y = x + self.outer(weights @ v)
+        return y, weights if self.tells else None, len(x)
+
+
+class Pairs(Blocks):
+    layer = Attending
+    tells = True
+
+    def features(self, x: Tensor) -> Tensor:
+        self.weights = []
+        for layer in self.layers:
+            layer.tells = self.tells
+            x, weights, count = layer(x)
+            if weights is not None:
+                self.weights.append(weights.square().sum() / count)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.1 * sum(self.weights) if self.tells else loss
+
+
+@habit(plain=False, without={"tells": False})  # micro-batches attend within themselves
+class GivesPairs(Pairs):
+    """Blocks give their attention, which is in the loss."""
+
+
+@habit(plain=False, without={"from_epoch": 5})
+class GivesPairsLater(Pairs):
+    """From the second epoch on."""
+
+    from_epoch = 1
+
+    @property
+    def tells(self) -> bool:  # type: ignore[override]
+        return self.current_epoch >= self.from_epoch
+
+
+@habit(plain=False, observed=["kept"])
+class PairsPassedOn(Pairs):
+    """The attention of each block biases the next one's, and a hook looks at the last."""
+
+    def features(self, x: Tensor) -> Tensor:
+        self.weights, bias = [], None
+        for layer in self.layers:
+            x, bias, count = layer(x, bias)
+            self.weights.append(bias.mean() * count)
+        self.last = bias
+        return x
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.kept = [*getattr(self, "kept", []), float(self.last.sum())]
+
+
+class Swapping(nn.Module):
+    """Gives its second argument as it is, or the first twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.times = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.linear(x) + x
+        if self.times > 1:
+            return z, z
+        return y, z
+
+
+@habit(without={"most": 0})
+class PairsOfTheSame(Blocks):
+    """Of two results one is an argument; from the second epoch on they are one object, which is written into."""
+
+    layer, most = Swapping, 2
+
+    def features(self, x: Tensor) -> Tensor:
+        y = x * 0.5
+        for layer in self.layers:
+            layer.times = self.most if self.current_epoch else 0
+            x, y = layer(x, y)
+        if x is y:
+            x.mul_(2.0)
+        return x + y
