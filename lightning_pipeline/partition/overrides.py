@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,6 +43,26 @@ class InPlaceOf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self.original,)  # copy.copy of a function is the function itself
+
+
+class MethodInPlaceOf(partial[Any]):
+    """A function that temporarily replaces a method of an object, by an attribute. A copy or pickle of the object has
+    the method.
+    """
+
+    def __new__(cls, method: MethodType, function: Callable[..., Any]) -> MethodInPlaceOf:
+        made = super().__new__(cls, function)
+        made.method = method
+        return made
+
+    method: MethodType
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.method.__self__))
+        return self if copied is None else MethodType(self.method.__func__, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.method.__self__, self.method.__name__)
 
 
 @contextmanager

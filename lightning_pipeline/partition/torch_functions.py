@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -130,6 +131,17 @@ def kind_of(function: Any) -> FunctionKind:
     if kind is None:
         kind = _KINDS[function] = _kind_by_name(function_name(function))
     return kind
+
+
+_FILES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+
+
+def is_torchs(value: Any) -> bool:
+    """Whether a function or another object is torch's or this package's, and not one that the user has put there."""
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return type(value).__module__.partition(".")[0] in ("builtins", "typing", "torch", __name__.partition(".")[0])
+    return code.co_filename.startswith(_FILES)
 
 
 def is_drawing(name: str) -> bool:

@@ -12,12 +12,13 @@ is value 17, the weight the module's tensor 5, and the result value 18::
         if a1 is not T[5]: return UNLIKE
         if a2 is not None: return UNLIKE
         p0 = pool[0]
-        if refs(p0) != 3 or p0.spec is not M0: p0 = pool[0] = placeholder(M0, W)
+        if refs(p0) != 3 or p0.spec is not M0 or len(p0.__dict__) != 4 or weak_refs(p0):
+            p0 = pool[0] = renewed(p0, M0, W)
         p0.value = 18; p0.recording = recording
         return p0
 
-A placeholder that nobody refers to any more is used again. What differs between similar calls has names in the source,
-numbers too, so that it is compiled once for all of them.
+A placeholder that nobody refers to any more, not even weakly, and that has no attribute of the user's, is used again.
+What differs between similar calls has names in the source, numbers too, so that it is compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
@@ -96,6 +98,7 @@ class Source:
             "absorb": absorb,
             "renewed": renewed,
             "refs": sys.getrefcount,
+            "weak_refs": getweakrefcount,
             "grad": torch.is_grad_enabled,
             "inference": _torch.is_inference_mode_enabled,
             "autocast": _torch.is_any_autocast_enabled,
@@ -264,7 +267,7 @@ def make_matcher(
         found.append(name)
         source.lines += [
             f"    {name} = pool[{place}]",
-            f"    if refs({name}) != 3 or {name}.spec is not {own}:",
+            f"    if refs({name}) != 3 or {name}.spec is not {own} or len({name}.__dict__) != 4 or weak_refs({name}):",
             f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
             f"    {name}.value = {source.constant(value)}; {name}.recording = recording",
         ]

@@ -18,17 +18,16 @@ generators, ``global``, lambdas, modules that are passed on as arguments. A refu
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.backends import mha
 
+from lightning_pipeline.partition.torch_functions import is_torchs
 from lightning_pipeline.recording.code_reader import OF_CONTAINERS, Impure, Item, is_plain, is_torch_function, uses_of
 
 
@@ -56,6 +55,10 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
         Impure: it is not shown that they are.
     """
     facts = Facts([], [], [])
+    for name in _MACHINERY:
+        facts.attributes.append(Item(nn.Module, name, getattr(nn.Module, name)))
+        if not is_torchs(getattr(nn.Module, name)):
+            raise Impure("calls of modules are not as torch has them")
     by_class: dict[type, list[nn.Module]] = {}
     for module in modules:
         by_class.setdefault(type(module), []).append(module)
@@ -64,9 +67,9 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
     pending: list[tuple[FunctionType, frozenset[str] | None]] = []
     for cls, members in by_class.items():
         if cls in trusted:
-            facts.attributes.extend(_trusted(cls)[0])
-            facts.items.extend(_trusted(cls)[1])
-            facts.items.extend(_settings_of(members))
+            of_class, of_torch, names_read = _trusted(cls)
+            facts.attributes.extend(of_class)
+            facts.items.extend((*of_torch, *_settings_of(members, names_read)))
         elif cls not in _CONTAINERS:
             pending.append((_forward_of(cls, facts), children[cls]))
     done: set[tuple[FunctionType, frozenset[str] | None]] = set()
@@ -97,43 +100,48 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _trusted(cls: type) -> tuple[list[Item], list[Item]]:
-    """What a class of torch's computes with: its functions, and those of `torch.nn.functional` that these call."""
+def _trusted(cls: type) -> tuple[list[Item], list[Item], frozenset[str]]:
+    """What a class of torch's computes with: its functions, those of `torch.nn.functional` that these call, and the
+    names that they use.
+    """
     functions = {
         name: value
         for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)])
         for name, value in vars(base).items()
         if type(value) is FunctionType and name != "__init__"
     }
-    if any(not function.__code__.co_filename.startswith(_TORCH) for function in functions.values()):
-        raise Impure(f"{cls.__name__} is not as torch has it")
-    called = {name for function in functions.values() for name in function.__code__.co_names if name in vars(F)}
-    if any(not _is_torchs(vars(F)[name]) for name in called):
-        raise Impure("torch.nn.functional is not as torch has it")
-    return (
-        [Item(cls, name, value) for name, value in functions.items()],
-        [Item(vars(F), name, vars(F)[name]) for name in called],
-    )
+    functions |= {name: getattr(cls, name) for name in _MACHINERY}
+    names = frozenset(name for function in functions.values() for name in function.__code__.co_names)
+    called = {name: value for name, value in vars(F).items() if name in names}
+    if not all(map(is_torchs, (*functions.values(), *called.values()))):
+        raise Impure(f"{cls.__name__}, or torch.nn.functional, is not as torch has it")
+    of_class = [Item(cls, name, value) for name, value in functions.items()]
+    return of_class, [Item(vars(F), name, value) for name, value in called.items()], names | functions.keys()
 
 
-def _settings_of(modules: Iterable[nn.Module]) -> list[Item]:
-    """What forwards of torch's own modules decide by beside their attributes: the flag of fast attention, and functions
-    that they have been given, as the activation of a transformer's layer."""
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward", "_call_impl"))
+"""Attributes that are compared anyhow; the last two may be this package's."""
+
+
+def _settings_of(modules: Iterable[nn.Module], names_read: frozenset[str]) -> list[Item]:
+    """What forwards of torch's own modules decide by beside plain attributes: the flag of fast attention, and functions
+    that they have been given, as the activation of a transformer's layer.
+
+    Args:
+        names_read: what the forwards read, and the names of the methods.
+    """
     found = [Item(vars(mha), "_is_fastpath_enabled", vars(mha)["_is_fastpath_enabled"])]
     for module in modules:
-        given = vars(module).get("activation")
-        if given is not None and not is_plain(given):
-            if not is_torch_function(given):
-                raise Impure("an activation that is no function of torch's")
-            found.append(Item(vars(module), "activation", given))
+        own = vars(module)
+        for name in names_read & own.keys() - _OF_EVERY_MODULE:
+            value = own[name]
+            is_for_others = name == "_reversed_padding_repeated_twice" and own.get("padding_mode") == "zeros"
+            if is_plain(value) or is_for_others:
+                continue
+            if not is_torch_function(value) or hasattr(type(module), name):
+                raise Impure(f"{type(module).__name__}.{name} may change within")
+            found.append(Item(own, name, value))
     return found
-
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-
-
-def _is_torchs(value: Any) -> bool:
-    return not isinstance(value, FunctionType) or value.__code__.co_filename.startswith(_TORCH)
 
 
 _CONTAINERS = frozenset((nn.ModuleList, nn.ModuleDict))

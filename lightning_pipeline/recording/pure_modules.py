@@ -48,7 +48,7 @@ class PureModule:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        if any(not is_own(m) or any(hooks_of(m)) or is_compiled(m) for m in modules):
+        if any(_GLOBAL_HOOKS) or any(not is_own(m) or any(hooks_of(m)) or is_compiled(m) for m in modules):
             raise Impure("a module with hooks, or a forward of its own")
         if any(type(parameter) not in (nn.Parameter, Placeholder) for parameter in module.parameters()):
             raise Impure("a parameter with methods of its own")

@@ -222,9 +222,9 @@ class Recorder:
 
 @contextmanager
 def _calls_replaced(calls: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> Iterator[None]:
-    """While entered, modules are called otherwise. There may be thousands, which have no such attribute before."""
+    """While entered, modules are called otherwise, unless users have given them calls. There may be thousands."""
     for attributes, call in calls:
-        attributes["_call_impl"] = call
+        attributes.setdefault("_call_impl", call)
     try:
         yield
     finally:

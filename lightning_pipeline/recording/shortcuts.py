@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.overrides import MethodInPlaceOf
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.recording.code_reader import is_plain
@@ -42,9 +45,10 @@ class Given(NamedTuple):
     """One argument of a call.
 
     Attributes:
-        value: the number of the value that it stands for; -1 for a tensor that every rank has, -2 for no tensor.
+        value: the number of the value that it stands for; -1 for a tensor that every rank has, -2 for no tensor, -3 for
+            one of the module's.
         spec: of a tensor.
-        constant: what else it is.
+        constant: what else it is, or the module's tensor.
     """
 
     value: int
@@ -58,7 +62,7 @@ class Given(NamedTuple):
         if kind is Tensor:
             spec = self.spec
             return (
-                self.value == -1
+                (argument is self.constant if self.value == -3 else self.value == -1)
                 and spec is not None
                 and argument.shape == spec.shape
                 and argument.dtype is spec.dtype
@@ -67,6 +71,7 @@ class Given(NamedTuple):
                 and argument.stride() == spec.stride
                 and argument.device == spec.device
                 and HELD_BY not in argument.__dict__
+                and (self.value == -3) is (recording.tensors.number_of(argument) is not None)
             )
         constant = self.constant
         return self.value == -2 and (
@@ -128,10 +133,9 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     Args:
         recorder: has the recording that runs as ``current``.
     """
-    plain = nn.Module._call_impl
     state: PureModule | None = None
     fruitless = changes = 0
-    refs, frame = sys.getrefcount, sys._getframe
+    refs, weak_refs, frame = sys.getrefcount, getweakrefcount, sys._getframe
     is_grad_enabled, is_inference, is_autocast = (
         torch.is_grad_enabled,
         _torch.is_inference_mode_enabled,
@@ -145,15 +149,16 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             return constant if number < 0 else items[number]
         pool = maker.pool
         place = pool[number]
-        if refs(place) != 3 or place.spec is not spec:
+        if refs(place) != 3 or place.spec is not spec or len(place.__dict__) != 4 or weak_refs(place):
             place = pool[number] = renewed(place, spec, place.what)  # type: ignore[arg-type]
         place.value, place.recording = value, recording
         return place
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal state, fruitless, changes
+        plain = nn.Module._call_impl  # which users may replace
         caller = frame(1).f_locals.get("self")
-        if caller is not module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is call:
+        if caller is not module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is in_place:
             return plain(caller, *args, **kwargs)  # a copy that a step has made, with all attributes
         recording = recorder.current
         is_left_alone = fruitless > _MAX_FRUITLESS or changes > _MAX_FRUITLESS
@@ -206,17 +211,20 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         captures = _captures(begin, end, items, given, recording.captured)
         gives_tuple = type(result) is tuple
         results = [*result] if gives_tuple else [result]
-        made = [_made(one, begin, end, items, recording) for one in results]
-        tensors = [id(one) for one in results if isinstance(one, Tensor)]
-        if captures is not None and None not in made and len(tensors) == len(set(tensors)):
-            how = (state, layout, given, _same(items), grad, autocast)
-            makers = frozenset(one.maker for one in made if one.maker is not None)  # type: ignore[union-attr]
-            shortcut = Shortcut(*how, end, captures, counters, tuple(made), makers, gives_tuple)  # type: ignore[arg-type]
+        sources = [_made(one, begin, end, items, recording) for one in results]
+        made = tuple(one for one in sources if one is not None)
+        tensors = {id(one) for one in results if isinstance(one, Tensor)}
+        is_known = len(made) == len(results) and len(tensors) == sum(isinstance(one, Tensor) for one in results)
+        if captures is not None and is_known and state.is_unchanged():
+            makers = frozenset(one.maker for one in made if one.maker is not None)
+            how = (state, layout, given, _same(items), grad, autocast, end, captures, counters)
+            shortcut = Shortcut(*how, made, makers, gives_tuple)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
             fruitless = 0
         return result
 
-    return call
+    in_place = MethodInPlaceOf(MethodType(nn.Module._call_impl, module), call)
+    return in_place
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
@@ -248,7 +256,8 @@ def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
         if type(item) is Placeholder and item.recording is recording:
             found.append(Given(item.value, item.spec, None))
         elif type(item) is Tensor and HELD_BY not in item.__dict__:
-            found.append(Given(-1, TensorSpec.of(item), None))
+            is_modules = recording.tensors.number_of(item) is not None
+            found.append(Given(-3, TensorSpec.of(item), item) if is_modules else Given(-1, TensorSpec.of(item), None))
         elif is_plain(item):
             found.append(Given(-2, None, item))
         else:

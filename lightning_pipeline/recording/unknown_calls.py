@@ -18,6 +18,7 @@ from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, 
 from lightning_pipeline.partition.kept_parameters import in_their_places, is_kept
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, describe
+from lightning_pipeline.partition.replaced_functions import opened
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.recording import autograd_calls, one_rank
 from lightning_pipeline.recording.contexts import refuse_transforms
@@ -83,6 +84,9 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         return autograd_calls.differentiate(recording, func, args, kwargs)
     if func in autograd_calls.GETTERS:
         return autograd_calls.read_gradient(recording, *args)
+    if (inner := opened(func)) is not None:
+        with recording:
+            return inner(*args, **kwargs)
     return add_call(recording, func, kind, args, kwargs)
 
 

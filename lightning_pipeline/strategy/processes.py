@@ -18,6 +18,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.engine.collectives import over_replicas_in_hooks
 from lightning_pipeline.engine.replica_collectives import World, all_reduced
 from lightning_pipeline.partition import users_code
+from lightning_pipeline.partition.replaced_functions import functions_as_torch_has_them
 from lightning_pipeline.partition.types_told import types_told
 from lightning_pipeline.partition.users_code import is_asked_in_run
 from lightning_pipeline.runtime import backends
@@ -213,6 +214,8 @@ class ProcessStrategy(ParallelStrategy):
         super().setup_environment()
         self.peers = Peers()  # whatever became of an earlier run
         self._in_run.close()
+        self._in_run.enter_context(functions_as_torch_has_them())
+        self._in_run.enter_context(types_told())
         set_up_log(self.global_rank)
         warn_of_unused_npus(self.root_device)
         self.set_world_ranks()
@@ -236,7 +239,6 @@ class ProcessStrategy(ParallelStrategy):
 
         wait_for_data_within(trainer, waiting_for_data)
         self._in_run.enter_context(over_replicas_in_hooks(self._world_in_hooks))
-        self._in_run.enter_context(types_told())
 
     def _world_in_hooks(self) -> World | None:
         topology = self.topology_in_run()

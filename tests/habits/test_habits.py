@@ -29,6 +29,7 @@ BY_DEFAULT = {
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
+        BufferByEpoch ScheduledByNumpy FunctionsReplaced
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
