@@ -63,6 +63,14 @@ dispatch_modes_taken_off = _disable_current_modes
 
 transform = torch._C._functorch.peek_interpreter_stack
 """The innermost transform of `torch.func` that is running; None outside of one."""
+
+
+def is_in_forward_mode() -> bool:
+    """Whether a forward-mode derivative is the innermost transform."""
+    running = transform()
+    return running is not None and running.key() == torch._C._functorch.TransformType.Jvp
+
+
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 run_backward = _engine_run_backward

@@ -52,9 +52,20 @@ class ParameterMap:
                 self.present.update(dict.fromkeys(names, ranks))
 
     def take_in(self, module: nn.Module) -> bool:
-        """Add the module's new tensors; all ranks hold them until a step uses them. Returns whether any are new."""
+        """Add the module's new tensors; all ranks hold them until a step uses them. Returns whether any are new.
+
+        So are tensors of which one was tied to another before, as nobody knows which of the two a rank used.
+        """
+        groups = names_of_tensors(module)
+        place = {name: number for number, names in enumerate(groups) for name in names}
+        untied = [names for names in self._names if len({place[name] for name in names if name in place}) > 1]
+        for names in untied:
+            self._names.remove(names)
+            for name in names:
+                self._users.pop(name, None)
+                self.present.pop(name, None)
         known = {name for names in self._names for name in names}
-        new = [names for names in names_of_tensors(module) if known.isdisjoint(names)]
+        new = [names for names in groups if known.isdisjoint(names)]
         self._names += new
         return bool(new)
 

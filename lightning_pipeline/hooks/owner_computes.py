@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted, wanted_of
 from lightning_pipeline.hooks.foreach import run_by_holders
+from lightning_pipeline.hooks.lent_memory import LentMemory
 from lightning_pipeline.hooks.operands import (
     NEEDS_ONLY_SPECS,
     Exchanges,
@@ -53,7 +54,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder, transform_error
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
@@ -96,6 +97,7 @@ class OwnerComputes(TorchFunctionMode):
         self.lending = Lending(direct, self._keys)
         self._first_rank = FirstRank(module, direct, self._keys)
         self._have_met = False
+        self._lent = LentMemory(module, self._rank)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if in_hook.is_rank_known:
@@ -125,6 +127,7 @@ class OwnerComputes(TorchFunctionMode):
             with absent_state_expected(), noted, parameters_seen(self._keys), gathered_by_hooks(), states, self:
                 yield
             self._exchanges.send()
+            self._lent.check()
             if in_hook.is_rank_known:
                 self.trainer.should_stop = self._first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
@@ -232,6 +235,8 @@ class OwnerComputes(TorchFunctionMode):
             return self._gradients.set(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):
             return func(*args, **kwargs)
+        if _torch.is_in_forward_mode():  # whose tensors cannot be sent
+            raise transform_error(f"here by {name}")
         call = take_apart(func, args, kwargs)
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradients.of(args[0])
@@ -389,6 +394,7 @@ class OwnerComputes(TorchFunctionMode):
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         held = holders_of(tensor)
+        self._lent.note(tensor, held, value)
         [here] = self._operands.gather([whole_with_holders(value)], [held], "data.__set__")
         if type(tensor) is Placeholder:
             set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))

@@ -392,8 +392,11 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def transform_error(what: str) -> NotImplementedError:
-    """The error where ``torch.func`` transforms a function of `what`, which a stage computes."""
+    """The error where ``torch.func`` transforms a function of `what`, which a stage computes or holds."""
+    place, way_out = "within a step", "write it for the whole batch, or take torch.autograd.grad"
+    if not users_code.step_runs():
+        place, way_out = "in a hook", "compute it in training_step, or write it without them"
     return NotImplementedError(
-        f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage computes, {what}, "
-        f"within a step ({users_line()}): write it for the whole batch, or take torch.autograd.grad"
+        f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage has, {what}, {place} "
+        f"({users_line()}): {way_out}"
     )

@@ -10,20 +10,42 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import extent, memory_of
 from lightning_pipeline.partition.ownership import Ownership, is_held_otherwise, named_tensors
 from lightning_pipeline.partition.placeholder import Placeholder
 
 
 def tensors_that_share_memory(module: nn.Module) -> list[list[str]]:
-    """Names of parameters and buffers on the same memory, one name for each object."""
-    names: dict[int, dict[int, str]] = {}
+    """Names of parameters and buffers on the same memory, one name for each object; not of separate parts of it, as
+    `torch.nn.utils.vector_to_parameters` makes them.
+    """
+    found: dict[int, dict[int, tuple[range, str]]] = {}
     for name, tensor in named_tensors(module):
         if type(tensor) is not Placeholder and not tensor.is_meta and tensor.numel():
-            names.setdefault(memory_of(tensor), {}).setdefault(id(tensor), name)
-    return [list(sharing.values()) for sharing in names.values() if len(sharing) > 1]
+            found.setdefault(memory_of(tensor), {}).setdefault(id(tensor), (_bytes_of(tensor), name))
+    groups: list[list[str]] = []
+    for sharing in found.values():
+        end = -1
+        for part, name in sorted(sharing.values(), key=lambda one: one[0].start):
+            if part.start >= end:
+                groups.append([])
+            groups[-1].append(name)
+            end = max(end, part.stop)
+    return [names for names in groups if len(names) > 1]
+
+
+def _bytes_of(tensor: Tensor) -> range:
+    """Where in its memory a tensor is, from its first to its last byte."""
+    if tensor.layout is not torch.strided:
+        return range(1)
+    with _torch.DisableTorchFunction():
+        start, stride = tensor.storage_offset(), tensor.stride()
+    size = tensor.element_size()
+    return range(start * size, (start + extent(tensor.shape, stride)) * size)
 
 
 def refuse_apart(groups: Sequence[Sequence[str]], ownership: Ownership) -> None:

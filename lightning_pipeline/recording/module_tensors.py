@@ -81,9 +81,11 @@ class ModuleTensors:
                     f"names: prune or rename before the run; in it, put nn.Identity() in the place of a module that is "
                     f"to go, and add others at the end"
                 )
-        for number, names in enumerate(self.names):
-            for name in names:
-                self.holders[number] |= before.get(name, set())
+        now = {name: number for number, names in enumerate(self.names) for name in names}
+        for known in names_before:
+            numbers = {now[name] for name in known if name in now}
+            if len(numbers) == 1:  # or it was tied, and nobody knows which of those a stage used
+                self.holders[numbers.pop()] |= before[known[0]]
         self.written = {number for number, names in enumerate(self.names) if not written.isdisjoint(names)}
         return True
 

@@ -180,13 +180,11 @@ class LocalStages:
             self._on_released()
 
     def _note_new_tensors(self) -> None:
-        is_new = self.local.note_new_tensors()
-        if self._is_settled and self.local.take_given():
+        self.local.note_new_tensors()
+        if self.local.take_given() and self._is_settled:
             self.release_remote()
-        elif is_new:
-            self.gradients.settle(self.local.ownership)
         else:
-            return
+            self.gradients.settle(self.local.ownership)
         self._on_released()
 
     def _warn_of_unreached(self) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.habits.checkpointing import folder_of
-from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.modules import CLASSES, WIDTH, Layer, Layers, Noting
 from tests.habits.normed_blocks import Blocks
 from tests.habits.table import error, habit
 
@@ -187,3 +187,148 @@ class TeacherCopiedLater(Layers):
                     told = layer(told)
             loss = loss + F.mse_loss(self.features(batch[0]), told)
         return loss
+
+
+class TiedEnds(Layers):
+    """The head's weight is that of an embedding, on the first stage."""
+
+    from_epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x + self.emb(torch.zeros(len(x), dtype=torch.long))))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            self.change()
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+
+@habit(without={"from_epoch": 9})
+class UntiedInSecondEpoch(TiedEnds):
+    """A tied weight becomes two, which go on apart."""
+
+    def change(self) -> None:
+        self.head.weight = nn.Parameter(self.emb.weight.detach().clone())
+
+
+@habit(without={"from_epoch": 9})
+class TiedToANewWeight(TiedEnds):
+    """Both places of a tied weight are given another parameter."""
+
+    def change(self) -> None:
+        self.emb.weight = self.head.weight = nn.Parameter(self.emb.weight.detach() * 0.5)
+
+
+@habit(without={"from_epoch": 9})
+class TiedHeadReplaced(TiedEnds):
+    """A head of as many classes takes the place of a tied one."""
+
+    def change(self) -> None:
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+
+@habit(without={"from_epoch": 9})
+class VocabularyResized(TiedEnds):
+    """A tied embedding grows, in the manner of `resize_token_embeddings`."""
+
+    def change(self) -> None:
+        before, self.emb = self.emb, nn.Embedding(CLASSES + 2, WIDTH)
+        self.emb.weight.data[:CLASSES] = before.weight.data
+        self.head.weight, self.head.out_features = self.emb.weight, CLASSES + 2
+
+
+@habit(without={"from_epoch": 9})
+class UntiedLayer(Layers):
+    """The weight of a layer becomes its own, and a group of the optimizer."""
+
+    from_epoch = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].linear.weight = self.layers[0].linear.weight
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            weight = nn.Parameter(self.layers[0].linear.weight.detach().clone())
+            self.layers[3].linear.weight = weight
+            self.optimizers().add_param_group({"params": [weight]})
+
+
+@habit(without={"weight": 0.0}, plain=False)  # whose target follows micro-batches
+class TargetCopiedAtStart(Layers):
+    """A target network is copied before the first step, and follows."""
+
+    weight = 1.0
+
+    def on_fit_start(self) -> None:
+        self.target = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for own, target in zip(self.layers.parameters(), self.target.parameters(), strict=True):
+            target.data.mul_(0.9).add_(own.data, alpha=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        found, expected = self.features(x), x
+        with torch.no_grad():
+            for layer in self.target:
+                expected = layer(expected)
+        return F.cross_entropy(self.head(found), y) + self.weight * F.mse_loss(found, expected)
+
+
+@habit(without={"places": ()})
+class LayersCopiedAtStart(Layers):
+    """Layers and weights are copies of other stages' before the first step."""
+
+    places = (3, 1)
+
+    def on_fit_start(self) -> None:
+        for number, place in enumerate(self.places):
+            source = self.layers[number + 1 if number else 0]
+            if number:
+                self.layers[place].linear.weight = nn.Parameter(source.linear.weight.detach().clone())
+            else:
+                self.layers[place] = copy.deepcopy(source)
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+@habit(expect=error(r"shares its memory since .*replaced\.py:\d+.*clone\(\)"), without={"from_epoch": 9})
+class DataOfAnotherStage(Layers):
+    """The head is given the data of another stage's, without a copy."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            self.head.weight.data = self.layers[0].linear.weight.data[:CLASSES]
+
+
+@habit(expect=error(r"weight shares its memory with.*clone\(\)"), without={"from_epoch": 9})
+class ParameterOfDataOfAnotherStage(Layers):
+    """A parameter is made of the data of another stage's, without a copy."""
+
+    from_epoch = 1
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == self.from_epoch:
+            self.head.weight = nn.Parameter(self.layers[0].linear.weight.data[:CLASSES])
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+@habit(expect=error(r"replaced\.py:\d+.*in training_step"), observed=["found"])
+class DerivativeOfAHeadInHook(Noting):
+    """A hook takes a forward-mode derivative with respect to a layer's weights."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        given, weights = torch.linspace(-1.0, 1.0, WIDTH), dict(self.head.named_parameters())
+        ones = {name: torch.ones_like(weight) for name, weight in weights.items()}
+        found = torch.func.jvp(lambda own: torch.func.functional_call(self.head, own, (given,)), (weights,), (ones,))
+        self.found.append(float(found[1].sum()))

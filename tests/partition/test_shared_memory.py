@@ -3,6 +3,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch
 from torch import nn
 from torch.nn.utils import spectral_norm
 
@@ -23,6 +24,10 @@ def test_tensors_on_the_same_memory_are_found_by_one_name_each() -> None:
     module = two_layers()
     assert tensors_that_share_memory(module) == []
     module[1].weight.data = module[0].weight.data.t()
+    assert tensors_that_share_memory(module) == [["0.weight", "1.weight"]]
+    torch.nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in module.parameters())), module.parameters())
+    assert tensors_that_share_memory(module) == []  # parts of one memory
+    module[1].weight.data = module[0].weight.data[:1].expand_as(module[1].weight)
     assert tensors_that_share_memory(module) == [["0.weight", "1.weight"]]
 
 
