@@ -180,11 +180,13 @@ class LocalStages:
             self._on_released()
 
     def _note_new_tensors(self) -> None:
-        self.local.note_new_tensors()
+        is_new = self.local.note_new_tensors()
         if self.local.take_given() and self._is_settled:
             self.release_remote()
-        else:
+        elif is_new or not self._sharded:
             self.gradients.settle(self.local.ownership)
+        else:  # slices, and in steps what they are gathered into, are not new
+            return
         self._on_released()
 
     def _warn_of_unreached(self) -> None:
