@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
@@ -26,7 +27,7 @@ from lightning_pipeline.partition.kept_parameters import KeptParameter, KeptPart
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import Placeholder
 
-_OURS = (Placeholder, KeptParameter, KeptPart, _torch.FakeTensor)
+_OURS = (Placeholder, KeptParameter, KeptPart, DTensor, _torch.FakeTensor)
 
 
 class _TypeMeta(type):
@@ -45,6 +46,8 @@ class _TypeMeta(type):
         kind = type(value)
         if kind in _OURS:
             return _class_in_one_process(value)
+        if issubclass(kind, FSDPModule):  # the class that FSDP has made of a module's own
+            return next(base for base in kind.__mro__[1:] if base is not FSDPModule)
         return cls if kind is type else kind
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -71,9 +74,9 @@ class told_type(type, metaclass=_TypeMeta):
 
 
 def _class_in_one_process(tensor: Tensor) -> type:
-    if isinstance(tensor, KeptPart):
-        return DTensor
-    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter
+    return DTensor if isinstance(tensor, DTensor) else Tensor
 
 
 @contextmanager

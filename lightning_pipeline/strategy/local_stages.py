@@ -181,13 +181,12 @@ class LocalStages:
 
     def _note_new_tensors(self) -> None:
         is_new = self.local.note_new_tensors()
-        if self.local.take_given() and self._is_settled:
+        if is_given := self.local.take_given() and self._is_settled:
             self.release_remote()
-        elif is_new or not self._sharded:
+        else:
             self.gradients.settle(self.local.ownership)
-        else:  # slices, and in steps what they are gathered into, are not new
-            return
-        self._on_released()
+        if is_new or is_given or not self._sharded:  # slices, and what steps gather them into, are no new parameters
+            self._on_released()
 
     def _warn_of_unreached(self) -> None:
         """Warn of stages without work: a mistake in the stage_config, or modules that are called in later steps."""
