@@ -17,9 +17,9 @@ from typing_extensions import override
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.collectives import over_replicas_in_hooks
 from lightning_pipeline.engine.replica_collectives import World, all_reduced
+from lightning_pipeline.engine.types_told import types_told
 from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.replaced_functions import functions_as_torch_has_them
-from lightning_pipeline.partition.types_told import types_told
 from lightning_pipeline.partition.users_code import is_asked_in_run
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
