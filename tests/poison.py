@@ -61,7 +61,7 @@ def tensors(module: L.LightningModule) -> Iterator[tuple[str, Tensor]]:
 
 def is_here(tensor: Tensor) -> bool:
     """Whether this rank has its data; in a hook, all tensors look as in one process."""
-    return type(tensor) is not Placeholder
+    return not isinstance(tensor, Placeholder)  # while `type` is told otherwise
 
 
 def is_finite(tensor: Tensor) -> bool:

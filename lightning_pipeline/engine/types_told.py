@@ -86,7 +86,7 @@ def types_told() -> Iterator[None]:
     """
     with overridden() as override:
         for module in list(sys.modules.values()):
-            if type(module) is ModuleType and "type" not in vars(module) and _is_users(module) and _calls_type(module):
+            if type(module) is ModuleType and "type" not in vars(module) and _is_users(module) and _uses_type(module):
                 override(module, "type", told_type)
         yield
 
@@ -109,16 +109,16 @@ def _is_users(module: ModuleType) -> bool:
     return module.__name__ == "__main__" or not is_installed or any(name in vars(module) for name in _OF_TORCH)
 
 
-_CALL = re.compile(rb"\btype\(")
+_USE = re.compile(rb"(?<![.\w])type\s*[(,)]")
 
 
-def _calls_type(module: ModuleType) -> bool:
-    """Whether the source calls `type`; true where there is none, as in a notebook."""
+def _uses_type(module: ModuleType) -> bool:
+    """Whether the source calls `type`, or passes it on; true where there is none, as in a notebook."""
     path = getattr(module, "__file__", None)
     if path is None:
         return True
     try:
         with open(path, "rb") as file:
-            return _CALL.search(file.read()) is not None
+            return _USE.search(file.read()) is not None
     except OSError:
         return True

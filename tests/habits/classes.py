@@ -66,7 +66,7 @@ class TypesOfParametersInHooks(Noting):
         self.found.append([type(t) is nn.Parameter for t in tensors])
         self.found.append([type(t) in (torch.Tensor, list) for t in tensors])
         self.found.append([t.__class__ is nn.Parameter for t in tensors])
-        self.found.append({type(t).__name__ for t in tensors})
+        self.found.append({kind.__name__ for kind in map(type, tensors)})
 
 
 @functools.singledispatch

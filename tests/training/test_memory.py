@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipeline.partition.placeholder import is_absent
 from tests.launching import launch
 from tests.training.models import LitTokens, gpt_stages, token_loader
 from tests.training.runs import pipeline_trainer
@@ -66,7 +67,7 @@ def peaks() -> list[int]:
 
 def held(module: nn.Module) -> list[nn.Parameter]:
     """The parameters whose data is on this rank."""
-    return [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+    return [parameter for parameter in module.parameters() if not is_absent(parameter)]
 
 
 class LitWatchful(LitTokens):
