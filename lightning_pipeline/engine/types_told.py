@@ -28,16 +28,17 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.placeholder import Placeholder
 
 _OURS = (Placeholder, KeptParameter, KeptPart, DTensor, _torch.FakeTensor)
+"""What may stand for a tensor: another rank's, one that was kept, slices, and what measures where to cut."""
 
 
 class _TypeMeta(type):
     """What `told_type` is asked, which has to be answered as `type` does."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], names: dict[str, Any]) -> Any:
-        if bases == (type,):
+        if bases[0] is type:
             return super().__new__(mcs, name, bases, names)
-        is_told = [base is told_type for base in bases]  # a metaclass of the user's
-        return type(name, tuple(type if told else base for told, base in zip(is_told, bases, strict=True)), names)
+        # A metaclass of the user's, which is to derive from `type` itself.
+        return type(name, tuple(type if base is told_type else base for base in bases), names)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:

@@ -46,8 +46,6 @@ from lightning_pipeline.hooks.slices import (
     on_whole_tensors,
     on_windows,
     refuse_window_of_first_rank,
-    set_data_of_slices,
-    whole_with_holders,
     windows_among,
 )
 from lightning_pipeline.partition import tree
@@ -97,7 +95,7 @@ class OwnerComputes(TorchFunctionMode):
         self.lending = Lending(direct, self._keys)
         self._first_rank = FirstRank(module, direct, self._keys)
         self._have_met = False
-        self._lent = LentMemory(module, self._rank)
+        self._lent = LentMemory(module, self._rank, self._operands)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if in_hook.is_rank_known:
@@ -241,7 +239,7 @@ class OwnerComputes(TorchFunctionMode):
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradients.of(args[0])
         if name == "data.__set__":
-            return self._set_data(*args)
+            return self._lent.set_data(*args)
         if kind is FunctionKind.HOOKS and (whole := whole_in_steps(args[0])) is not None:
             return func(whole, *args[1:], **kwargs)
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
@@ -391,17 +389,6 @@ class OwnerComputes(TorchFunctionMode):
                     made[index] = tensor = placeholder(TensorSpec.of(tensor), name)
                 self._keys.note(tensor, held[0])
         return tree.rebuild(layout, made)
-
-    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        held = holders_of(tensor)
-        self._lent.note(tensor, held, value)
-        [here] = self._operands.gather([whole_with_holders(value)], [held], "data.__set__")
-        if type(tensor) is Placeholder:
-            set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))
-        elif isinstance(tensor, DTensor):
-            set_data_of_slices(tensor, here)
-        else:
-            tensor.data = here
 
     def _is_among(self, holders: Holders) -> bool:
         return holders is None or self._rank in holders

@@ -197,13 +197,9 @@ class Placeholder(Tensor):
         is_known = self.recording is not None or in_hook.on or users_code.step_runs()
         return not is_known or self.spec.device.type == "meta"
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return nn.Parameter if "_is_param" in self.__dict__ else Tensor
-
-    @__class__.setter
-    def __class__(self, value: type) -> None:
-        vars(object)["__class__"].__set__(self, value)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -240,6 +236,8 @@ class Placeholder(Tensor):
 Placeholder.__name__, Placeholder.__qualname__, Placeholder.__module__ = "Tensor", "Tensor", "torch"
 
 _OWN = ("spec", "value", "recording", "what", "_is_param")
+NUM_ATTRIBUTES = 4
+"""Of a placeholder that is no parameter; more if the user has set some."""
 
 
 def describe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -331,7 +329,7 @@ def become(place: Tensor, other: Tensor) -> None:
     """
     _torch.swap_tensor_impl(place, other)
     if type(place) is not type(other):
-        place.__class__ = type(other)
+        vars(object)["__class__"].__set__(place, type(other))  # past the property of placeholders
         for name in _OWN:
             place.__dict__.pop(name, None)
     if type(other) is Placeholder:
@@ -393,10 +391,9 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 def transform_error(what: str) -> NotImplementedError:
     """The error where ``torch.func`` transforms a function of `what`, which a stage computes or holds."""
-    place, way_out = "within a step", "write it for the whole batch, or take torch.autograd.grad"
-    if not users_code.step_runs():
-        place, way_out = "in a hook", "compute it in training_step, or write it without them"
+    in_step = "write it for the whole batch, or take torch.autograd.grad"
+    way_out = in_step if users_code.step_runs() else "compute it in training_step, or write it without them"
     return NotImplementedError(
-        f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage has, {what}, {place} "
+        f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage has, {what} "
         f"({users_line()}): {way_out}"
     )

@@ -36,7 +36,7 @@ from torch import Tensor
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, placeholder
+from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder, TensorSpec, placeholder
 from lightning_pipeline.recording.absorbed import absorb
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot
 
@@ -267,7 +267,8 @@ def make_matcher(
         found.append(name)
         source.lines += [
             f"    {name} = pool[{place}]",
-            f"    if refs({name}) != 3 or {name}.spec is not {own} or len({name}.__dict__) != 4 or weak_refs({name}):",
+            f"    if refs({name}) != 3 or {name}.spec is not {own} or len({name}.__dict__) != {NUM_ATTRIBUTES} "
+            f"or weak_refs({name}):",
             f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
             f"    {name}.value = {source.constant(value)}; {name}.recording = recording",
         ]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.overrides import MethodInPlaceOf
 from lightning_pipeline.partition.ownership import HELD_BY
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
+from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder, TensorSpec
 from lightning_pipeline.recording.code_reader import is_plain
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.everywhere import count
@@ -149,7 +149,8 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             return constant if number < 0 else items[number]
         pool = maker.pool
         place = pool[number]
-        if refs(place) != 3 or place.spec is not spec or len(place.__dict__) != 4 or weak_refs(place):
+        is_free = refs(place) == 3 and len(place.__dict__) == NUM_ATTRIBUTES and not weak_refs(place)
+        if not is_free or place.spec is not spec:
             place = pool[number] = renewed(place, spec, place.what)  # type: ignore[arg-type]
         place.value, place.recording = value, recording
         return place

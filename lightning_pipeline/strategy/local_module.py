@@ -147,7 +147,7 @@ class LocalModule:
             if holders_of(tensor) != (holders if len(holders) < self.ownership.num_stages else None):
                 given[id(tensor)] = name, tensor
         if given:  # before they are sent, which parts them
-            self._sharing += tensors_that_share_memory(self._module)
+            self._sharing = tensors_that_share_memory(self._module)
         elsewhere = {id(tensor): held for _, tensor in given.values() if (held := holders_of(tensor)) is not None}
         self._spread([(name, tensor, elsewhere[key][0]) for key, (name, tensor) in given.items() if key in elsewhere])
         return bool(given)

@@ -103,6 +103,14 @@ class ClassesMadeAndAsked(Evaluated):
         x, y = batch
         point = type("Point", (), {"scale": 0.5})
         assert isinstance(point, type) and issubclass(type(point), type) and type(point) is type
+
+        class Meta(type):
+            rate = 2.0
+
+        class Made(metaclass=Meta):
+            pass
+
+        assert type(Made) is Meta and isinstance(Meta, type) and Made.rate == 2.0 and type[int] == type[int]
         kinds: dict[type, float] = {type(x): 0.25}
         out = self(x) if type(self.layers[0]) is Layer else x
         return F.cross_entropy(out, y) * point.scale + kinds[type(out)] * out.mean()
