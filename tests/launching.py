@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests import on_gpu
+
 PRELOADED = ["lightning.pytorch", "lightning_pipeline.strategy", "pytest"]
 
 PATIENCE_S = 300.0
@@ -192,6 +194,8 @@ def _rank(
     )
     multiprocessing.set_start_method(None, force=True)  # loaders start their workers as they do in a user's script
     torch.set_num_threads(1)
+    if on_gpu.is_shared(world):
+        on_gpu.share(rank)
     try:
         buffer = io.BytesIO()
         torch.save(function(*args), buffer)
