@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests import on_gpu
+from tests import on_device
 
 PRELOADED = ["lightning.pytorch", "lightning_pipeline.strategy", "pytest"]
 
@@ -84,7 +84,9 @@ def launch(function: Callable[..., Any], *args: Any, world: int, timeout: float 
 def run_ranks(function: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 2 * PATIENCE_S) -> list[Ended]:
     """As `launch`, for ranks that may fail: how each of them ended, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    preloaded = [*PRELOADED]
+    on_device.prepare(preloaded)
+    context.set_forkserver_preload(preloaded)
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
@@ -194,8 +196,7 @@ def _rank(
     )
     multiprocessing.set_start_method(None, force=True)  # loaders start their workers as they do in a user's script
     torch.set_num_threads(1)
-    if on_gpu.is_shared(world):
-        on_gpu.share(rank)
+    on_device.use(rank, world)
     try:
         buffer = io.BytesIO()
         torch.save(function(*args), buffer)

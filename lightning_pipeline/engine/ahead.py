@@ -14,7 +14,7 @@ from lightning_pipeline.engine.work import LiveCount
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.provenance import copied, is_same
 from lightning_pipeline.recording.recording import Recording
-from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
+from lightning_pipeline.runtime.tensor_meta import as_bytes, device_of, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.transport import Transport
 
 _RECEIVES_AHEAD = 4
@@ -181,7 +181,7 @@ class EarlyForwards:
             are_fine &= bool(message[-1])
             specs = expectation.specs_of(reads)
             for value, spec, place in zip(reads, specs, places(specs), strict=True):
-                found[value] = from_bytes(message[place], spec).to(self._device)
+                found[value] = from_bytes(message[place], spec).to(device_of(spec, self._device))
         ahead.arriving = None
         ahead.has_answers = True
         ahead.answers = found if are_fine else None

@@ -41,6 +41,7 @@ class GradientStrides:
         self._fixed: list[Strides] | None = None
         if not any(self._dims) or specs[0].device.type != "cpu":
             self._fixed = [wire(spec).stride for spec in specs]
+        self._are_on_host = [spec.device.type == "cpu" for spec in specs]
         self._is_known = False
         self._first: Arriving | None = None
         self.metas = [TensorMeta(spec.shape, contiguous_strides(spec.shape), spec.dtype) for spec in specs]
@@ -85,6 +86,11 @@ class GradientStrides:
         found = [tuple(islice(steps, dims)) for dims in self._dims]
         self._note(found)
         return found
+
+    def where_values_are(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients that came on this rank's device; those of values on the host are taken there."""
+        pairs = zip(gradients, self._are_on_host, strict=True)
+        return [one.cpu() if is_on_host and not one.is_cpu else one for one, is_on_host in pairs]
 
     def _note(self, strides: list[Strides]) -> None:
         if not self._is_known:

@@ -30,7 +30,7 @@ from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import note_failed_call, visit_function
 from lightning_pipeline.recording.split_backward import SplitBackward
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, from_memory, laid_out, wire, zeros_like
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, arrived, conform, from_memory, wire, zeros_like
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
@@ -217,7 +217,7 @@ class Visit:
             if strand.value < 0:
                 tensor = self._parameter(-1 - strand.value, spec)
             else:
-                tensor = laid_out(next(arriving).wait(what), spec.stride)
+                tensor = arrived(next(arriving).wait(what), spec)
             if self._training and spec.requires_grad:
                 # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()
@@ -373,9 +373,12 @@ class Visit:
         what = _gradients_of(state, self.visit)
         if self.following is not None or not arriving:
             return [one.wait(what) for one in arriving]
-        strides = self._strides(state, self.visit + 1).strides(inside.arriving_strides, what)
+        known = self._strides(state, self.visit + 1)
+        strides = known.strides(inside.arriving_strides, what)
         inside.arriving_strides = None
-        return [from_memory(one.wait(what), stride) for one, stride in zip(arriving, strides, strict=True)]
+        return known.where_values_are(
+            [from_memory(one.wait(what), stride) for one, stride in zip(arriving, strides, strict=True)]
+        )
 
     def _leaves(self, state: Microbatch, inside: VisitState) -> list[Tensor]:
         assert state.program is not None

@@ -74,8 +74,9 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
             times.append((time.perf_counter() - began) / 2)
             if is_cpu:
                 own_times.append(clock() - own)
-        spent.append(fmean(own_times[1:]) / 2)  # the first one connects
-        passed.append(fmean(times[1:]))
+        if transport.stage == 0:
+            spent.append(fmean(own_times[1:]) / 2)  # the first one connects
+            passed.append(fmean(times[1:]))
     transport.flush()
     if transport.stage:
         return None

@@ -14,7 +14,7 @@ from lightning_pipeline.partition.memory import contiguous_strides
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import bytes_of, is_dense
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.tensor_meta import conform, from_memory, laid_out, wire
+from lightning_pipeline.runtime.tensor_meta import conform, device_of, from_memory, laid_out, wire
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -23,7 +23,7 @@ class DirectTransport:
 
     Args:
         transport: to the other stages; None where this rank holds all, and there is nobody to send to.
-        device: where received tensors go.
+        device: where received tensors go, but for those that are on the CPU.
     """
 
     def __init__(self, transport: Transport | None, device: torch.device) -> None:
@@ -65,12 +65,12 @@ class DirectTransport:
     def receive(self, spec: TensorSpec, peer: int, what: str = "a value of a step") -> Tensor:
         """The next tensor from a rank; `what` names it in errors."""
         if spec.stride is None:
-            return self._transport.recv_object(peer, what).to(self._device)
+            return self._transport.recv_object(peer, what).to(device_of(spec, self._device))
         meta = wire(spec)
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():
             self._transport.receive_on_control(buffer, peer, what)
-        return laid_out(buffer.to(self._device), spec.stride)
+        return laid_out(buffer.to(device_of(spec, self._device)), spec.stride)
 
     def send_with_strides(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor with its strides, which the receiver does not know.
@@ -89,7 +89,7 @@ class DirectTransport:
         if spec.stride is None:
             return self.receive(spec, peer, what)
         contiguous = spec.but(stride=contiguous_strides(spec.shape))
-        if self._device.type != "cpu" or not spec.shape:
+        if spec.device.type != "cpu" or not spec.shape:
             return laid_out(self.receive(contiguous, peer, what), spec.stride)
         strides = torch.empty(len(spec.shape), dtype=torch.int64)
         self._transport.receive_on_control(strides, peer, what)

@@ -59,6 +59,18 @@ def conform(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=tensor.device).copy_(tensor.detach())
 
 
+def device_of(spec: TensorSpec, own: torch.device) -> torch.device:
+    """Where a rank has a value of this spec, which may come from one with another device."""
+    return spec.device if spec.device.type == "cpu" else own
+
+
+def arrived(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """What `spec` says, made of a tensor that came in dense memory; to the host where the stage has it there."""
+    if spec.device.type == "cpu" and not tensor.is_cpu:
+        tensor = tensor.cpu()
+    return laid_out(tensor, spec.stride)
+
+
 def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """Give a tensor that came in dense memory the strides that it has on its stage.
 

@@ -19,6 +19,7 @@ from lightning_pipeline.hooks.loader_changes import Change
 from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.partition.rng import generators
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.recording.patched_torch import running_recording
@@ -38,19 +39,21 @@ Description = tuple[Layout, list[TensorSpec]]
 """A batch without data: its nesting with everything that is no tensor, and the specs of its tensors."""
 
 
-def random_states() -> tuple[Any, ...]:
-    """The states of the global generators of Python, NumPy and torch, on the CPU."""
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the global generators of Python, NumPy and torch, on the CPU and on `device`."""
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     assert isinstance(keys, numpy.ndarray)
-    return random.getstate(), (kind, keys.tobytes(), *rest), torch.get_rng_state().numpy().tobytes()
+    of_torch = [generator.get_state().numpy().tobytes() for generator in generators(device)]
+    return random.getstate(), (kind, keys.tobytes(), *rest), of_torch
 
 
-def set_random_states(states: tuple[Any, ...]) -> None:
+def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
     """Set them to those of another rank."""
-    python, (kind, keys, *rest), own = states
+    python, (kind, keys, *rest), of_torch = states
     random.setstate(python)
     numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    for generator, state in zip(generators(device), of_torch, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class _Left(NamedTuple):
@@ -64,13 +67,14 @@ class _Left(NamedTuple):
 class _Before:
     """Before the code of a loader runs."""
 
-    def __init__(self, loader: Any) -> None:
-        self._drawn = random_states()
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self._device = device
+        self._drawn = random_states(device)
         self._state = LoaderState(loader)
 
     def left(self) -> _Left | None:
         """What it has left behind; None if nothing."""
-        states = random_states()
+        states = random_states(self._device)
         drawn, changes = states if states != self._drawn else None, self._state.changes()
         return None if drawn is None and not changes else _Left(drawn, changes)
 
@@ -150,7 +154,7 @@ class AnnouncedLoader(SharedLoader):
         self._tell((_END, left))
 
     def _before(self) -> _Before | None:
-        return None if self._transport is None else _Before(self._loader)
+        return None if self._transport is None else _Before(self._loader, self._transport.device)
 
     def _borrowing(self) -> AbstractContextManager[None]:
         lending = self._lending()
@@ -212,7 +216,7 @@ class FollowingLoader(SharedLoader):
         """What the first stage's loader has drawn and changed there counts as drawn and changed here, too."""
         if left is not None:
             if left.drawn is not None:
-                set_random_states(left.drawn)
+                set_random_states(left.drawn, self._transport.device)
             loader_changes.apply(left.changes, self._loader)
 
     def _hear(self, what: str) -> Any:

@@ -9,7 +9,7 @@ Other configurations: `plain` compares one process with Lightning alone, `withou
 is compared (there, being equal is a fault), and 1-1f1b runs one process again. The exit code is 1 where anything is not
 as the table says. NO REFERENCE is a habit that one process of this package already fails on.
 
-With TESTS_ON=cuda all ranks share a GPU, and those habits are left out that one process fails on there.
+With TESTS_ON=cuda or npu (see on_device.py), those habits are left out that one process fails on there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests import on_gpu
+from tests import on_device
 from tests.habits.driver import (
     COMPARED,
     EQUAL,
@@ -52,7 +52,7 @@ def main() -> None:
         began = time.monotonic()
         for _ in run_configuration(habits, "1", folder, options.patience):
             pass
-        if on_gpu.IS_ASKED:
+        if on_device.DEVICE != "cpu":
             habits = [habit for habit in habits if has_reference(habit, folder)]
         print(f"one process, {len(habits)} habits: {time.monotonic() - began:.0f} s", flush=True)
         for configuration in options.configuration:

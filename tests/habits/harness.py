@@ -35,7 +35,7 @@ from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.strategy import partitioner, stage_runner
-from tests import on_gpu
+from tests import on_device
 from tests.habits.table import HABITS, Habit, load
 
 NUM_MICROBATCHES = 4
@@ -205,7 +205,7 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
             "python": digest(random.getstate()),
             "numpy": digest(np.random.get_state()),
             "torch": digest(torch.get_rng_state().numpy()),
-            **({"cuda": digest(torch.cuda.get_rng_state().numpy())} if on_gpu.IS_ASKED else {}),
+            **{device: digest(state) for device, state in on_device.generator_states().items()},
         },
     }
 

@@ -108,7 +108,7 @@ def forbidden_reads(world: int, schedule: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world", "schedule"), [(1, "1f1b"), *((2, schedule) for schedule in SCHEDULES)], ids=lambda value: str(value)
 )
-def test_steps_on_gpus_do_not_wait(world: int, schedule: str) -> None:
+def test_steps_on_devices_do_not_wait(world: int, schedule: str) -> None:
     found = launch(forbidden_reads, world, schedule, world=world)[0]
     plain = train(plain_trainer(accelerator="cuda", max_epochs=1, gradient_clip_val=0.1))
     for name, tensor in plain.items():
