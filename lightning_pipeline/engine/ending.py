@@ -84,7 +84,11 @@ def end_step(
     """
     if transport is None or direct is None:
         return [list(extra)]
-    small = [one for one in wanted if _is_small(one.spec)]
+    by_host: list[Wanted] = []
+    by_device: list[Wanted] = []
+    for one in wanted:
+        (by_device if transport.can_share_on_device and _is_on_device(one.spec) else by_host).append(one)
+    small = [one for one in by_host if _is_small(one.spec)]
     specs = [one.spec for one in small]
     packed = torch.zeros(num_bytes(specs), dtype=torch.uint8)
     for one, place in zip(small, places(specs), strict=True):
@@ -109,9 +113,10 @@ def end_step(
     for one, place in zip(small, places(specs), strict=True):
         if one.owner != rank:
             one.data = from_bytes(table[one.owner, place].clone(), one.spec).to(one.spec.device)
-    for one in wanted:
+    for one in by_host:
         if not _is_small(one.spec):
             one.data = direct.spread(one.data, one.spec, one.owner)
+    _share_on_device(by_device, transport, rank)
     for one in wanted:
         assert one.data is not None
         with torch.no_grad():
@@ -123,6 +128,25 @@ def end_step(
         if state.recording is not None and state.recording.kept_views:
             share_memory_again(state.recording)
     return rows[:, CAPACITY // 8 + 1 :].tolist()
+
+
+def _share_on_device(wanted: Sequence[Wanted], transport: Transport, rank: int) -> None:
+    """Send values to every rank without a wait for the device that computes them."""
+    small = [one for one in wanted if _is_small(one.spec)]
+    specs = [one.spec for one in small]
+    if small:
+        packed = torch.zeros(num_bytes(specs), dtype=torch.uint8, device=transport.device)
+        for one, place in zip(small, places(specs), strict=True):
+            if one.owner == rank:
+                assert one.data is not None
+                packed[place] = as_bytes(one.data, one.spec)
+        table = transport.all_gather_on_device(packed, "values of the step")
+        for one, place in zip(small, places(specs), strict=True):
+            if one.owner != rank:
+                one.data = from_bytes(table[one.owner, place].clone(), one.spec)
+    for one in wanted:
+        if not _is_small(one.spec):
+            one.data = transport.spread_on_device(one.data, one.spec, one.owner, "a value of the step")
 
 
 def check_on_the_way(
@@ -155,6 +179,10 @@ def check_on_the_way(
 def _compare(own: list[Any], transport: Transport) -> NoReturn:
     told = [transport.broadcast_object(own, rank, "what a rank ran") for rank in range(transport.num_stages)]
     _tell_difference(told, transport.name_of)
+
+
+def _is_on_device(spec: TensorSpec) -> bool:
+    return spec.device.type not in ("cpu", "meta") and spec.stride is not None
 
 
 def _is_small(spec: TensorSpec) -> bool:

@@ -331,7 +331,7 @@ class Operands:
                 for target in move.targets:
                     given = give.setdefault(target, {})
                     if move.is_number:
-                        data = as_bytes(tensors[move.slot].detach(), move.spec)
+                        data = as_bytes(tensors[move.slot], move.spec).cpu()
                         given[move.slot] = data.numpy().tobytes()
             elif self._direct.rank in move.targets:
                 hear[move.source] = None

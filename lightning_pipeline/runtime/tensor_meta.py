@@ -138,12 +138,12 @@ def places(specs: Sequence[TensorSpec]) -> Iterator[slice]:
 
 
 def as_bytes(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """A value's memory as it travels, on the CPU."""
-    return bytes_of(flat(conform(tensor.detach(), spec).cpu()))
+    """A value's memory as it travels."""
+    return bytes_of(flat(conform(tensor.detach(), spec)))
 
 
 def from_bytes(content: Tensor, spec: TensorSpec) -> Tensor:
-    """The value in a part of a message, on the CPU. It shares the message's memory if strides allow it."""
+    """The value in a part of a message. It shares the message's memory if strides allow it."""
     meta = wire(spec)
     return laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), spec.stride)
 

@@ -11,12 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import dumps
-from lightning_pipeline.runtime.backends import backend_of, check_environment, first_uses, flat, new_group, to_wire
+from lightning_pipeline.runtime.backends import (
+    backend_of,
+    check_environment,
+    first_uses,
+    flat,
+    new_group,
+    to_wire,
+    warm_up,
+)
 from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive
-from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
 from lightning_pipeline.runtime.log import LoggedEndpoint, is_logging
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, laid_out, wire
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
 SEND_WINDOW = 4
@@ -93,6 +102,7 @@ class Transport(Connection):
         self._control: dict[int, Endpoint] = {}
         self._reads: dict[int, Endpoint] = {}
         self._groups: list[dist.ProcessGroup] = []
+        self._on_device: dist.ProcessGroup | None = None
         self._wire_device = torch.device("cpu")
         self._is_logged = is_logging()
         self._use(notice)
@@ -223,6 +233,31 @@ class Transport(Connection):
         """Post the receive of what `peer` sends by `send_read` with this number; numbers may come in any order."""
         return self._reads[peer].receive(torch.empty(size, dtype=torch.uint8), what, 1 + number)
 
+    # -- between all stages, on their devices: no host waits, not even for what is computed before ---------------------
+
+    @property
+    def can_share_on_device(self) -> bool:
+        """Whether the backend carries tensors of the device between all stages at once. Gloo does not."""
+        return self._on_device is not None
+
+    def all_gather_on_device(self, values: Tensor, what: str) -> Tensor:
+        """Every stage's `values` ([n], the same n everywhere), as [num_stages, n]."""
+        gathered = values.new_empty(self.num_stages, len(values))
+        with waiting_for(what):
+            dist.all_gather_into_tensor(flat(gathered), flat(values), self._on_device)
+        return gathered
+
+    def spread_on_device(self, tensor: Tensor | None, spec: TensorSpec, owner: int, what: str) -> Tensor:
+        """Give every stage the tensor of its owner; the others pass None. It is strided."""
+        meta = wire(spec)
+        if tensor is None:
+            buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
+        else:
+            buffer = conform(tensor.detach(), spec)
+        with waiting_for(what):
+            dist.broadcast(flat(buffer), group=self._on_device, group_src=owner)
+        return laid_out(buffer, spec.stride) if tensor is None else tensor
+
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -278,6 +313,8 @@ class Transport(Connection):
                 self._incoming[channel, source] = end
         if not is_gloo:  # such backends connect on first use, where different orders would deadlock
             self._warm_up(routes)
+            self._on_device = self._new_group(backend)
+            warm_up(self._on_device)
 
     def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
         kind = LoggedEndpoint if self._is_logged else Endpoint
@@ -319,6 +356,6 @@ class Transport(Connection):
         for endpoint in itertools.chain.from_iterable(end.values() for end in ends):
             endpoint.close()
         self._outgoing, self._incoming, self._control, self._reads = {}, {}, {}, {}
-        groups, self._groups, self.control_group = self._groups, [], None
+        groups, self._groups, self.control_group, self._on_device = self._groups, [], None, None
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())

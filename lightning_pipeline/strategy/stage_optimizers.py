@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -305,6 +306,8 @@ def global_grad_norm(
     if transport is None and not any(isinstance(grad, DTensor) for _, grad in named_grads):
         return torch.nn.utils.get_total_norm([grad for _, grad in named_grads], norm_type)
     columns = {name: column for column, name in enumerate(dtypes)}
+    if transport is not None and transport.can_share_on_device:
+        return _norm_on_device(named_grads, columns, dtypes, ownership, transport, float(norm_type))
     # One message with a fixed place for each parameter: stages need not know which gradients the others have.
     vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
     if named_grads:
@@ -319,8 +322,47 @@ def global_grad_norm(
         first = next((stage for stage in ownership.holders[name] if table[stage][column] != _NO_GRADIENT), None)
         if first is not None:
             found[name] = table[first][column]
+    if not found:
+        return torch.tensor(0.0)
     device = named_grads[0][1].device if named_grads else torch.device("cpu")
-    return _norm_of_norms(found, dtypes, device, float(norm_type))
+    order, dtype = _order_of_norms(found, dtypes, device)
+    norms = torch.tensor([found[name] for name in order], dtype=torch.float64).to(device=device, dtype=dtype)
+    return torch.linalg.vector_norm(norms, float(norm_type))
+
+
+def _norm_on_device(
+    named_grads: list[tuple[str, Tensor]],
+    columns: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    ownership: Ownership,
+    transport: Transport,
+    norm_type: float,
+) -> Tensor:
+    """The same without a wait for the device: hosts tell one another which gradients there are, devices the norms."""
+    here = torch.zeros(len(columns), dtype=torch.float64)
+    here[[columns[name] for name, _ in named_grads]] = 1
+    presence = transport.all_gather_vector(here, "which gradients there are").tolist()
+    places: dict[str, int] = {}
+    for name, column in columns.items():
+        first = next((stage for stage in ownership.holders[name] if presence[stage][column]), None)
+        if first is not None:
+            places[name] = first * len(columns) + column
+    norms = torch.zeros(len(columns), dtype=torch.float64, device=transport.device)
+    if named_grads:
+        own = _norms([grad for _, grad in named_grads], norm_type)
+        norms[_index(tuple(columns[name] for name, _ in named_grads), transport.device)] = own
+    table = transport.all_gather_on_device(norms, "gradient norms").flatten()
+    if not places:
+        return torch.tensor(0.0)
+    order, dtype = _order_of_norms(places, dtypes, transport.device)
+    found = table[_index(tuple(places[name] for name in order), transport.device)]
+    return torch.linalg.vector_norm(found.to(dtype), norm_type)
+
+
+@lru_cache(maxsize=64)
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers on a device, kept, as it waits for a copy from the host."""
+    return torch.tensor(numbers, device=device)
 
 
 def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
@@ -335,19 +377,26 @@ def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
     # A parameter with fewer rows than replicas leaves some ranks an empty slice, of which torch takes no norm.
     parts = (local_part(grad) for grad in grads)
     grads = [part if part.numel() else part.new_zeros(1) for part in parts]
-    result = torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, grad in enumerate(grads):
         kinds.setdefault((grad.device, grad.dtype), []).append(index)
+    found: list[Tensor] = []
+    order: list[int] = []
     for (device, _), indices in kinds.items():
         group = [grads[index] for index in indices]
         if _torch.has_foreach_support(group, device):
             norms = list(_torch.foreach_norm(group, norm_type))
         else:
             norms = [torch.linalg.vector_norm(grad, norm_type) for grad in group]
-        result[indices] = torch.stack(norms).to(result)
+        found.append(torch.stack(norms).to(grads[0].device, torch.float64))
+        order += indices
+    result = torch.cat(found)
+    if order != sorted(order):
+        places = sorted(range(len(order)), key=order.__getitem__)
+        result = result[_index(tuple(places), result.device)]
     for ranks, indices in slices.items():
-        result[indices] = _over_slices(result[indices], norm_type, ranks)
+        here = _index(tuple(indices), result.device)
+        result[here] = _over_slices(result[here], norm_type, ranks)
     return result
 
 
@@ -370,13 +419,11 @@ def _over_slices(norms: Tensor, norm_type: float, group: dist.ProcessGroup) -> T
     return powers.pow(1 / norm_type) if norm_type else powers
 
 
-def _norm_of_norms(
-    norms: Mapping[str, float], dtypes: Mapping[str, torch.dtype], device: torch.device, norm_type: float
-) -> Tensor:
-    """The norm of all gradients' norms, in the order and dtype in which torch puts them together."""
-    if not norms:
-        return torch.tensor(0.0)
-    order = list(norms)
+def _order_of_norms(
+    names: Iterable[str], dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> tuple[list[str], torch.dtype]:
+    """The order and dtype in which torch puts all gradients' norms together."""
+    order = list(names)
     if len({dtypes[name] for name in order}) > 1:
         # torch groups the norms by dtype; only its own grouping knows in which order.
         samples: list[Tensor | None] = [torch.empty(0, dtype=dtypes[name], device=device) for name in order]
@@ -385,5 +432,4 @@ def _norm_of_norms(
     dtype = dtypes[order[0]].to_real()
     for name in order:
         dtype = torch.promote_types(dtype, dtypes[name].to_real())
-    vector = torch.tensor([norms[name] for name in order], dtype=torch.float64).to(device=device, dtype=dtype)
-    return torch.linalg.vector_norm(vector, norm_type)
+    return order, dtype

@@ -74,7 +74,7 @@ def _on_host(operator: OpOverload) -> Callable[..., Any]:
         call = _Call()
         arguments = [call.to_host(value) for value in args]
         keywords = {name: call.to_host(value) for name, value in kwargs.items()}
-        torch.npu.current_stream().synchronize()  # what was put on the stream before comes first
+        _let_stream_end()
         with _drawing(call.generator, call.device) if draws else _nothing():
             result = operator(*arguments, **keywords)
         call.resize()
@@ -141,12 +141,20 @@ def on_host(tensor: Tensor) -> Tensor:
     return host.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def _let_stream_end() -> None:
+    """What was put on the stream before comes first. A device's kernel would not wait for it here."""
+    mode = torch.npu.get_sync_debug_mode()
+    torch.npu.set_sync_debug_mode("default")
+    torch.npu.current_stream().synchronize()
+    torch.npu.set_sync_debug_mode(mode)
+
+
 def _copy_with(original: Any) -> Callable[..., Tensor]:
     """``copy_``: between host and device as torch_npu does it, which needs kernels for other strides and dtypes."""
 
     def copy_(keys: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if to.device.type == source.device.type == "npu":
-            torch.npu.current_stream().synchronize()
+            _let_stream_end()
             on_host(to).copy_(on_host(source))
         elif source.device.type == "npu":
             whole = source.contiguous()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from tests.launching import PATIENCE_S, launch
+from tests.training import test_host_reads as host_reads
 from tests.training.runs import QUIET, Losses, differing, weights
 
 NUM_BLOCKS = 8
@@ -180,3 +181,8 @@ def test_checkpoints(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "file.ckpt", weights_only=True)
     assert {tensor.device.type for tensor in saved["state_dict"].values()} == {"cpu"}
     LitBlocks(0.2).load_state_dict(saved["state_dict"])  # without this package, torch_npu or a device
+
+
+@pytest.mark.parametrize("schedule", host_reads.SCHEDULES)
+def test_steps_do_not_wait_for_the_device(schedule: str) -> None:
+    launch(host_reads.forbidden_reads, 2, schedule, "npu", world=2)

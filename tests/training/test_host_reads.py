@@ -57,13 +57,16 @@ class CountReads(L.Callback):
 
 
 class ForbidReads(L.Callback):
-    """Has CUDA raise an error at what waits for it in the steps after the warm-up."""
+    """Has a device raise an error at what waits for it in the steps after the warm-up."""
+
+    def __init__(self, accelerator: str) -> None:
+        self.device = torch.get_device_module(accelerator)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("error" if trainer.global_step >= WARM_UP else "default")
+        self.device.set_sync_debug_mode("error" if trainer.global_step >= WARM_UP else "default")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
+        self.device.set_sync_debug_mode("default")
 
 
 def batches() -> DataLoader:
@@ -98,8 +101,8 @@ def test_steps_on_stages_read_no_values(schedule: str) -> None:
         assert not {name: found[name] for name in READS if name in found}
 
 
-def forbidden_reads(world: int, schedule: str) -> dict[str, Tensor]:
-    return train(on_stages(world, schedule, ForbidReads(), accelerator="cuda"))
+def forbidden_reads(world: int, schedule: str, accelerator: str) -> dict[str, Tensor]:
+    return train(on_stages(world, schedule, ForbidReads(accelerator), accelerator=accelerator))
 
 
 @pytest.mark.cuda
@@ -109,7 +112,7 @@ def forbidden_reads(world: int, schedule: str) -> dict[str, Tensor]:
     ("world", "schedule"), [(1, "1f1b"), *((2, schedule) for schedule in SCHEDULES)], ids=lambda value: str(value)
 )
 def test_steps_on_devices_do_not_wait(world: int, schedule: str) -> None:
-    found = launch(forbidden_reads, world, schedule, world=world)[0]
+    found = launch(forbidden_reads, world, schedule, "cuda", world=world)[0]
     plain = train(plain_trainer(accelerator="cuda", max_epochs=1, gradient_clip_val=0.1))
     for name, tensor in plain.items():
         torch.testing.assert_close(
