@@ -171,7 +171,13 @@ def is_drawing_of_own(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("generator") is not None
 
 
+# torch_npu's Tensor.__repr__, and what it asks first. Not known yet if torch_npu is imported later.
+_OF_NPU = {"_npu_internal_format_repr": FunctionKind.PRINTS, "get_npu_format": FunctionKind.DESCRIBES}
+
+
 def _kind_by_name(name: str) -> FunctionKind:
+    if name in _OF_NPU:
+        return _OF_NPU[name]
     if name.endswith(".__set__") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return FunctionKind.WRITES
     if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):

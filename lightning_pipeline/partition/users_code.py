@@ -12,7 +12,7 @@ from types import FrameType
 
 from lightning_pipeline._names import PACKAGES
 
-_OWN = tuple(f"/{name}/" for name in ("torch", "torchmetrics", "lightning_pipeline", *PACKAGES))
+_OWN = tuple(f"/{name}/" for name in ("torch", "torch_npu", "torchmetrics", "lightning_pipeline", *PACKAGES))
 _CONTEXTLIB = contextlib.__file__.replace("\\", "/")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
