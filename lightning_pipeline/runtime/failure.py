@@ -92,8 +92,11 @@ class FailureNotice:
         self.is_watching = False
         self._arrived = threading.Event()
         self._noticed = threading.Event()
+        self._is_over = threading.Event()
+        self._has_failed = False
         self._host: StoreLostError | None = None
         self._thread: threading.Thread | None = None
+        self._interrupter: threading.Thread | None = None
         self._root = getattr(store, "_underlying_non_prefix_store", store)
         self._reserve: bytearray | None = None
         if store is None or world_size == 1:
@@ -108,6 +111,8 @@ class FailureNotice:
         self._reserve = bytearray(_RESERVE)
         self._thread = threading.Thread(target=self._read, name="pipeline-failure-notice", daemon=True)
         self._thread.start()
+        self._interrupter = threading.Thread(target=self._interrupt, name="pipeline-failure-interrupt", daemon=True)
+        self._interrupter.start()
         atexit.register(self.close)  # a thread that wakes up while the interpreter finalises would abort it
 
     @classmethod
@@ -171,9 +176,9 @@ class FailureNotice:
                 show_as_line(error, f"[rank{self.rank}]: {failure.summary}, as on {self._name(failure)}")
             elif failure.rank != self.rank and isinstance(error, RuntimeError):
                 show_as_line(error, f"[rank{self.rank}]: {self._in_one_line(failure, error)}")
-        for act in (self.interrupt, self.tear_down):
+        if self._end_device_work():
             with contextlib.suppress(Exception):
-                act()
+                self.tear_down()
         if self.rank == 0 and self._thread is not None:  # this process may host the store
             with contextlib.suppress(Exception):
                 self._store.wait(["all_read"], timedelta(seconds=LINGER_S))
@@ -184,7 +189,7 @@ class FailureNotice:
         self._noticed.set()
         self.is_watching = False
         thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is None or self._interrupter is None:
             return
         atexit.unregister(self.close)
         try:
@@ -194,6 +199,8 @@ class FailureNotice:
         except Exception:
             self._inbox.store.shut_down()  # the last resort, as torch prints a stack trace of its own then
         thread.join(GRACE_S)
+        self._is_over.set()
+        self._interrupter.join(GRACE_S)
 
     # -- knowing ----------------------------------------------------------------------------------------------------
 
@@ -309,8 +316,8 @@ class FailureNotice:
             self._arrived.set()
         if self.failure is None:
             return
-        with contextlib.suppress(Exception):
-            self.interrupt()
+        self._has_failed = True
+        self._is_over.set()
         if self.failure.rank != self.rank and not self._noticed.wait(PATIENCE_S) and self.is_strict:
             self._end_process(self.failure)
 
@@ -363,6 +370,25 @@ class FailureNotice:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(1)
+
+    # -- the interrupter's thread, as a device's backend may take long to abort, or never end --------------------------
+
+    def _interrupt(self) -> None:
+        self._is_over.wait()
+        if self._has_failed:
+            with contextlib.suppress(Exception):
+                self.interrupt()
+
+    def _end_device_work(self) -> bool:
+        """End what waits for other ranks on the device. Returns whether it has ended; if not, it holds connections."""
+        if self._interrupter is None:
+            with contextlib.suppress(Exception):
+                self.interrupt()
+            return True
+        self._has_failed = True
+        self._is_over.set()
+        self._interrupter.join(GRACE_S)
+        return not self._interrupter.is_alive()
 
 
 @contextmanager

@@ -236,6 +236,22 @@ def store() -> dist.Store:
     return dist.HashStore()
 
 
+def abort_for_ever(transport: Transport) -> None:
+    """A backend of a device does not come back from the abort of what waits there."""
+    transport.notice.is_strict = True
+    transport.notice.interrupt = lambda: time.sleep(PATIENCE_S)
+    if transport.stage == 0:
+        time.sleep(PATIENCE_S)  # a device is waited for
+    raise AssertionError("a fault of its own")
+
+
+def test_an_abort_that_does_not_end_keeps_no_process() -> None:
+    ended = run(abort_for_ever, stages=2)
+    assert [end.exit_code for end in ended] == [1, 1]
+    assert all(end.seconds < SOON_S for end in ended)
+    assert ended[1].message == "a fault of its own"
+
+
 def test_first_failure_counts(store: dist.Store) -> None:
     first, second, third = notices(store, world=3)
     second.publish(ValueError("the cause"))
@@ -254,7 +270,7 @@ def test_first_failure_counts(store: dist.Store) -> None:
     assert isinstance(late, PipelineTimeoutError)
     for notice in again:
         notice.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "pipeline-failure-notice"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipeline-failure")]
 
 
 def test_consequences_are_shown_as_one_line(
