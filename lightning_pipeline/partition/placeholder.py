@@ -37,6 +37,11 @@ class AbsentDataError(RuntimeError):
     """The data of a placeholder was needed."""
 
 
+def own_device(kind: str) -> torch.device:
+    """This process's device of a kind, with its index, as tensors have it."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 class TensorSpec:
     """All that is known of a tensor without its data. Interned: equal specs are one object.
 
@@ -75,7 +80,7 @@ class TensorSpec:
         if type(tensor) is Placeholder:
             return tensor.spec
         # A DTensor looks the same on all ranks, whether its local part is on the meta device or not.
-        device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+        device = own_device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
         return TensorSpec(
             torch.Size(tensor.shape),
             tuple(tensor.stride()) if tensor.layout is torch.strided else None,

@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.partition.placeholder import TensorSpec
 from tests.launching import PATIENCE_S, launch
+from tests.npu.ranks import connect
 from tests.training import test_host_reads as host_reads
 from tests.training.runs import QUIET, Losses, differing, weights
 
@@ -186,3 +191,16 @@ def test_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.parametrize("schedule", host_reads.SCHEDULES)
 def test_steps_do_not_wait_for_the_device(schedule: str) -> None:
     launch(host_reads.forbidden_reads, 2, schedule, "npu", world=2)
+
+
+def device_of_split_tensor() -> str:
+    _, device = connect()
+    mesh = init_device_mesh("npu", (2,))
+    split = DTensor.from_local(torch.ones(2, 2, device=device), mesh, [Shard(0)], run_check=False)
+    dist.destroy_process_group()
+    return str(TensorSpec.of(split).device)
+
+
+def test_split_tensors_are_on_a_device_with_its_index() -> None:
+    """As stand-ins of theirs are, or each call of a split module would seem to move its weights."""
+    assert launch(device_of_split_tensor, world=2) == ["npu:0", "npu:1"]
