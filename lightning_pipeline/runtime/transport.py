@@ -242,10 +242,10 @@ class Transport(Connection):
 
     def all_gather_on_device(self, values: Tensor, what: str) -> Tensor:
         """Every stage's `values` ([n], the same n everywhere), as [num_stages, n]."""
-        gathered = values.new_empty(self.num_stages, len(values))
+        gathered = values.new_empty(self.num_stages * len(values))
         with waiting_for(what):
             dist.all_gather_into_tensor(flat(gathered), flat(values), self._on_device)
-        return gathered
+        return gathered.view(self.num_stages, len(values))
 
     def spread_on_device(self, tensor: Tensor | None, spec: TensorSpec, owner: int, what: str) -> Tensor:
         """Give every stage the tensor of its owner; the others pass None. It is strided."""

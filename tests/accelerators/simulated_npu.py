@@ -254,6 +254,8 @@ class SimulatedHCCL(dist.ProcessGroup):
         hosts = self._hosts("allgather", [output, given])
         return self._gloo._allgather_base(*hosts, opts or dist.AllgatherOptions())
 
+    all_gather_single = _allgather_base  # its name since torch 2.13
+
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         return self._gloo.send(self._hosts("send", tensors), peer, tag)
 
