@@ -349,7 +349,7 @@ def _norm_on_device(
             places[name] = first * len(columns) + column
     norms = torch.zeros(len(columns), dtype=torch.float64, device=transport.device)
     if named_grads:
-        own = _norms([grad for _, grad in named_grads], norm_type)
+        own = _norms([grad for _, grad in named_grads], norm_type).to(transport.device)
         norms[_index(tuple(columns[name] for name, _ in named_grads), transport.device)] = own
     table = transport.all_gather_on_device(norms, "gradient norms").flatten()
     if not places:
