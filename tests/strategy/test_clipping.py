@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
 from lightning_pipeline.partition.ownership import Ownership, release
-from lightning_pipeline.strategy.stage_optimizers import StageOptimizers, global_grad_norm
+from lightning_pipeline.strategy.gradient_norm import global_grad_norm
+from lightning_pipeline.strategy.stage_optimizers import StageOptimizers
 
 NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
 
