@@ -26,7 +26,7 @@ if [ ! -e "$VENV/.stamp" ] || [ pyproject.toml -nt "$VENV/.stamp" ] || [ constra
     # torch comes first and alone: pip then takes a build that it has at hand instead of whatever torch_npu asks for.
     install torch numpy
     install --no-deps --only-binary :all: torch-npu
-    install -e . pyyaml pytest pytest-timeout torchmetrics transformers  # the last two for habits
+    install -e . pyyaml pytest pytest-timeout scikit-learn torchmetrics transformers  # the last three for habits
     touch "$VENV/.stamp"
 fi
 
