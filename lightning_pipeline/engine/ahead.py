@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.work import LiveCount
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.provenance import copied, is_same
+from lightning_pipeline.recording.provenance import is_same
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.tensor_meta import as_bytes, device_of, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.transport import Transport
@@ -92,13 +93,13 @@ class EarlyForwards:
             return None
         if state.ahead.error is not None:
             raise state.ahead.error
-        return [answers[value].clone() for value in values]
+        return [copied(answers[value]) for value in values]
 
     def values_of_module(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """The data of tensors of the module; None unless all of them were expected to be read."""
         if not all(id(tensor) in self._of_module for tensor in tensors):
             return None
-        return [self._of_module[id(tensor)].clone() for tensor in tensors]
+        return [copied(self._of_module[id(tensor)]) for tensor in tensors]
 
     def has_ended(self, state: Microbatch, recording: Recording, loss_value: int, asked: Sequence[int]) -> bool:
         """Whether a step's Python has ended as expected, so that the micro-batch may run backward.

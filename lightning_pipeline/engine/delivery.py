@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.batches import ListsOfSamples
-from lightning_pipeline.partition.memory import extent, memory_of
+from lightning_pipeline.partition.memory import extent, fill, laid_out, memory_of
 from lightning_pipeline.partition.microbatch import num_samples, overlaps, signature
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, fill, laid_out
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 

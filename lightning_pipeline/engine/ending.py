@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.kept_views import share_memory_again
@@ -121,7 +122,7 @@ def end_step(
         assert one.data is not None
         with torch.no_grad():
             # A copy, as the stage's graph may have saved the tensor that it computed.
-            data = one.data.detach().clone() if one.owner == rank else one.data.detach()
+            data = copied(one.data) if one.owner == rank else one.data.detach()
             asks = one.spec.requires_grad and one.spec.is_leaf
             become(one.place, nn.Parameter(data, asks) if one.spec.is_parameter else data.requires_grad_(asks))
     for state in microbatches:

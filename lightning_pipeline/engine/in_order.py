@@ -20,6 +20,7 @@ from lightning_pipeline.engine.leaf_gradients import refusing_gradient
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import run_event, values_made
@@ -119,7 +120,7 @@ class InOrder:
             if self.direct is not None:
                 tensor = self.direct.spread(tensor, self.specs[value], owner)
             assert tensor is not None
-            found.append(tensor.clone() if owner == self.rank else tensor)
+            found.append(copied(tensor) if owner == self.rank else tensor)
         return found
 
     def data_of_module(self, number: int) -> Tensor:

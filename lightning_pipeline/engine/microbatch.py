@@ -18,6 +18,7 @@ from lightning_pipeline.engine.expectations import Expectation
 from lightning_pipeline.engine.leaf_gradients import refusing_gradient
 from lightning_pipeline.engine.offloading import Parcel
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.memory import fill
 from lightning_pipeline.partition.microbatch import Overlaps
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -319,7 +320,7 @@ class Microbatch:
         outdated, self.recording.outdated = self.recording.outdated, {}
         captured = self.captured
         for place, content in outdated.items():
-            captured[place].data.copy_(content)
+            fill(captured[place].data, content)
 
     @property
     def captured(self) -> list[Any]:

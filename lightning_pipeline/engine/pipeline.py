@@ -35,11 +35,11 @@ from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.engine.suspended import BatchWork, Parts
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.memory import fill
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
-from lightning_pipeline.runtime.tensor_meta import fill
 from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 

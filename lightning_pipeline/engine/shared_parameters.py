@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.slices import as_slice, local_gradient, local_part
+from lightning_pipeline.partition.memory import laid_out
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, laid_out
+from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 

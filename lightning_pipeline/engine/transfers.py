@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -127,7 +128,7 @@ class Transfers:
             if returns:
                 transfer.leave(own)  # in the order of uses
             if receiver == sender:
-                arrived = own.detach().clone()
+                arrived = copied(own)
             else:
                 assert self._direct is not None
                 self._direct.send(conform(own, spec), receiver)

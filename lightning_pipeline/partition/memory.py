@@ -36,6 +36,54 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, where `clone` closes holes: kernels may treat others in another order."""
+    tensor = tensor.detach()
+    is_plain = tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.numel()
+    return tensor.clone() if is_plain else _put_into(tensor, tensor.stride())
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Give a tensor that came in dense memory the strides that it has on its stage.
+
+    These may have holes, be zero, or let elements overlap. Sums depend on strides in their last bits.
+    """
+    if stride is None or tensor.stride() == stride or not tensor.numel():
+        return tensor
+    return _put_into(tensor.detach(), stride)
+
+
+def _put_into(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same content in new memory, with these strides."""
+    if _can_be_filled(tensor.shape, stride):
+        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor)
+    memory = torch.empty(extent(tensor.shape, stride), dtype=tensor.dtype, device=tensor.device)
+    return fill(memory.as_strided(tensor.shape, stride), tensor)
+
+
+def fill(view: Tensor, tensor: Tensor) -> Tensor:
+    """Copy a tensor into a view. Its data is alike where elements of the view share memory."""
+    with torch.no_grad():
+        if _can_be_filled(view.shape, view.stride()):
+            return view.copy_(tensor)
+        shape, stride, start = view.shape, view.stride(), view.storage_offset()
+        memory = view.as_strided((start + extent(shape, stride),), (1,), 0)
+        places = torch.arange(len(memory), device=view.device).as_strided(shape, stride, start)
+        memory[places.reshape(-1)] = tensor.reshape(-1)
+    return view
+
+
+def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether no two elements share memory."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
 def num_storage_bytes(tensor: Tensor) -> int:
     """The size of a tensor's memory, which may be more than its elements fill."""
     if tensor.layout is torch.strided:

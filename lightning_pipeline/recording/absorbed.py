@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.partition.memory import copied, memory_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.users_code import users_line
 
@@ -63,7 +63,7 @@ def _leave_data(recording: Recording, tensor: Tensor, *, copy: bool) -> None:
     if not places:
         return
     with _torch.DisableTorchFunction():
-        before = tensor.detach().clone() if copy else tensor.detach()
+        before = copied(tensor) if copy else tensor.detach()
         if tensor.requires_grad and tensor.is_leaf:
             before.requires_grad_()
             recording.moved_leaves.append((before, tensor, tensor.grad))
@@ -79,7 +79,8 @@ def _take_along_views(recording: Recording, tensor: Tensor) -> None:
     with _torch.DisableTorchFunction():
         for place in recording.memory.places_of(memory, captured):
             if captured[place] is not tensor:
-                captured[place] = captured[place].clone()
+                view = captured[place]
+                captured[place] = view.clone() if view.requires_grad else copied(view)
         for place, view in recording.copied_from.items():
             if memory_of(view) == memory:
                 recording.copied_from[place] = view.detach()

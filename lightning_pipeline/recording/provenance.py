@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.recording.operation import Call, put_together, take_apart, tensors_in
 
 
@@ -120,16 +121,6 @@ def made_again(origins: Sequence[Origin], batch: Sequence[Tensor], seed: Callabl
     with torch.no_grad():
         found = [value(origin) for origin in origins]
         return [copied(one) if isinstance(one, Tensor) else one for one in found]
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """A tensor of its own with the same strides, so that kernels treat it alike."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return tensor.clone()
-    once = tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
-    made = torch.empty_strided(once.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(once).expand(tensor.shape)
 
 
 def is_same(first: Any, second: Any) -> bool:

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.gradient_hooks import Handle, Hook
-from lightning_pipeline.partition.memory import memory_of
+from lightning_pipeline.partition.memory import copied, memory_of
 from lightning_pipeline.partition.ownership import HELD_BY, absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.users_code import is_refusal, users_line
@@ -271,7 +271,7 @@ class Recording(TorchFunctionMode):
         """Take along a copy of what has been captured, as the step's Python writes into its memory."""
         tensor = self.captured[place]
         with _torch.DisableTorchFunction():
-            self.captured[place] = tensor.clone()
+            self.captured[place] = tensor.clone() if tensor.requires_grad else copied(tensor)
         self.copied_from[place] = tensor
 
     def note_outdated(self) -> None:
@@ -282,7 +282,7 @@ class Recording(TorchFunctionMode):
         with _torch.DisableTorchFunction():
             for place, tensor in self.copied_from.items():
                 if type(tensor) is not Placeholder and not torch.equal(tensor, self.captured[place]):
-                    self.outdated[place] = tensor.detach().clone()
+                    self.outdated[place] = copied(tensor)
 
     def note_draw(self) -> None:
         self.captured.append(self.num_draws)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides, laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import bytes_of, is_dense
 from lightning_pipeline.runtime.failure import waiting_for
-from lightning_pipeline.runtime.tensor_meta import conform, device_of, from_memory, laid_out, wire
+from lightning_pipeline.runtime.tensor_meta import conform, device_of, from_memory, wire
 from lightning_pipeline.runtime.transport import Transport
 
 

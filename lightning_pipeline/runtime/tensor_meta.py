@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.memory import contiguous_strides, extent
+from lightning_pipeline.partition.memory import contiguous_strides, laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import are_dense, bytes_of, flat, is_dense
 
@@ -71,47 +71,11 @@ def arrived(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return laid_out(tensor, spec.stride)
 
 
-def laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Give a tensor that came in dense memory the strides that it has on its stage.
-
-    These may have holes, be zero, or let elements overlap. Sums depend on strides in their last bits.
-    """
-    if stride is None or tensor.stride() == stride or not tensor.numel():
-        return tensor
-    if _can_be_filled(tensor.shape, stride):
-        made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        return made.copy_(tensor.detach())
-    memory = torch.empty(extent(tensor.shape, stride), dtype=tensor.dtype, device=tensor.device)
-    return fill(memory.as_strided(tensor.shape, stride), tensor.detach())
-
-
-def fill(view: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a tensor into a view. Its data is alike where elements of the view share memory."""
-    with torch.no_grad():
-        if _can_be_filled(view.shape, view.stride()):
-            return view.copy_(tensor)
-        shape, stride, start = view.shape, view.stride(), view.storage_offset()
-        memory = view.as_strided((start + extent(shape, stride),), (1,), 0)
-        places = torch.arange(len(memory), device=view.device).as_strided(shape, stride, start)
-        memory[places.reshape(-1)] = tensor.reshape(-1)
-    return view
-
-
 def from_memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The tensor of these strides whose memory has come into contiguous memory."""
     if are_dense(tensor.shape, stride):
         return tensor.as_strided(tensor.shape, stride)
     return laid_out(tensor, stride)
-
-
-def _can_be_filled(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether no two elements share memory."""
-    reach = 0
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
-        if step <= reach:
-            return False
-        reach += step * (size - 1)
-    return True
 
 
 def zeros_like(spec: TensorSpec) -> Tensor:

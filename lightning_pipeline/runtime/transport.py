@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline.partition.memory import laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import dumps
 from lightning_pipeline.runtime.backends import (
@@ -25,7 +26,7 @@ from lightning_pipeline.runtime.backends import (
 from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive
 from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
 from lightning_pipeline.runtime.log import LoggedEndpoint, is_logging
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, laid_out, wire
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, wire
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
 SEND_WINDOW = 4

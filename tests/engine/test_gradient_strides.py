@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor
+from lightning_pipeline.partition.memory import laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.runtime.tensor_meta import TensorMeta, from_memory, laid_out
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, from_memory
 from lightning_pipeline.runtime.transport import to_wire
 from tests.engine.one_process import assert_equal
 
