@@ -87,6 +87,17 @@ class OptimizerLayout:
             self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
         self._keep_kinds_apart()
 
+    def rename(self, names: Mapping[int, str]) -> dict[str, str]:
+        """Take in other names of parameters, by their ids. Returns those that have changed, by the ones before."""
+        changed: dict[str, str] = {}
+        for own, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            for place, parameter in enumerate(group["params"]):
+                before, own[place] = own[place], names.get(id(parameter), own[place])
+                changed.setdefault(before, own[place])  # a later one has come in its place
+        if any(before != now for before, now in changed.items()):
+            self.dtypes = {name: parameter.dtype for name, parameter in self.parameters()}
+        return changed
+
     @property
     def names(self) -> list[str]:
         """Parameter names over the whole model; the index is the positional id in a state dict."""

@@ -2,37 +2,77 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipeline.partition.ownership import Ownership, named_tensors, names_of_tensors
+from lightning_pipeline.partition.ownership import Ownership, named_tensors
 from lightning_pipeline.runtime.transport import Transport
+
+
+@dataclass(eq=False)
+class _Known:
+    """A parameter or buffer.
+
+    Attributes:
+        names: all of its names.
+        tensor: this rank's.
+        certain: the virtual stages of its leaves, where they are known from the start.
+        users: the virtual stages that have used it.
+        has_gone: it was in the module once, and no name of the module's is its own.
+    """
+
+    names: list[str]
+    tensor: weakref.ref[Tensor]
+    certain: frozenset[int]
+    users: set[int]
+    has_gone: bool = False
+
+    @property
+    def stages(self) -> set[int]:
+        return self.users | self.certain
 
 
 class ParameterMap:
     """Records which virtual stages use which tensors, and derives which ranks hold them.
+
+    A tensor that gets another name, as by pruning or where layers are wrapped, stays where it is; one that takes the
+    place of another goes where that was.
 
     Args:
         module: the LightningModule.
         placement: the rank of each virtual stage.
         rank: this rank.
         certain: virtual stages of leaves that are known from the start.
+        are_in_slices: tensors are known by their names alone, as slices take the place of parameters and back.
 
     Attributes:
         present: the ranks that have each tensor which an earlier run has left on some only, by name.
+        has_moved: whether a tensor has got other names than it had.
     """
 
-    def __init__(self, module: nn.Module, placement: Sequence[int], rank: int, certain: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Sequence[int],
+        rank: int,
+        certain: Mapping[str, int],
+        *,
+        are_in_slices: bool = False,
+    ) -> None:
         self.placement = tuple(placement)
         self.num_ranks = max(placement) + 1
         self.rank = rank
+        self.has_moved = False
         self._is_settled = False
         self._certain = dict(certain)
-        self._users: dict[str, set[int]] = {}
+        self._are_in_slices = are_in_slices
+        self._num_gone = 0
         self.present: dict[str, tuple[int, ...]] = {}
-        self._names = names_of_tensors(module)
+        self._tensors = [self._new(names, tensor) for names, tensor in _tensors_of(module)]
 
     def find_present(self, module: nn.Module, transport: Transport | None) -> None:
         """Take in which ranks have which tensors, where an earlier run has left a module with a stage on each rank.
@@ -42,32 +82,67 @@ class ParameterMap:
         if transport is None:
             return
         tensors = dict(named_tensors(module))
-        here = [0.0 if tensors[names[0]].is_meta else 1.0 for names in self._names]
+        here = [0.0 if tensors[known.names[0]].is_meta else 1.0 for known in self._tensors]
         if not here:
             return
         table = transport.all_gather_vector(torch.tensor(here, dtype=torch.float64), "presence of parameters").tolist()
-        for column, names in enumerate(self._names):
+        for column, known in enumerate(self._tensors):
             ranks = tuple(rank for rank, row in enumerate(table) if row[column])
             if 0 < len(ranks) < self.num_ranks:
-                self.present.update(dict.fromkeys(names, ranks))
+                self.present.update(dict.fromkeys(known.names, ranks))
 
     def take_in(self, module: nn.Module) -> bool:
-        """Add the module's new tensors; all ranks hold them until a step uses them. Returns whether any are new.
+        """Take in the tensors that the module has now; all ranks hold new ones until a step uses them.
 
         So are tensors of which one was tied to another before, as nobody knows which of the two a rank used.
+
+        Returns:
+            Whether any are new, or have other names.
         """
-        groups = names_of_tensors(module)
-        place = {name: number for number, names in enumerate(groups) for name in names}
-        untied = [names for names in self._names if len({place[name] for name in names if name in place}) > 1]
-        for names in untied:
-            self._names.remove(names)
-            for name in names:
-                self._users.pop(name, None)
-                self.present.pop(name, None)
-        known = {name for names in self._names for name in names}
-        new = [names for names in groups if known.isdisjoint(names)]
-        self._names += new
-        return bool(new)
+        now = _tensors_of(module)
+        places = {name: place for place, (names, _) in enumerate(now) for name in names}
+        themselves: list[_Known | None] = [None] * len(now)
+        if not self._are_in_slices:
+            by_id = {id(known.tensor()): known for known in self._tensors}
+            themselves = [by_id.get(id(tensor)) for _, tensor in now]
+        found, gone = [*themselves], []
+        for known in self._tensors:
+            at_its_names = {places[name] for name in known.names if name in places}
+            new_there = [place for place in at_its_names if themselves[place] is None]
+            if known in themselves:
+                place = themselves.index(known)
+                if new_there and place in at_its_names:
+                    found[place] = None
+                continue
+            if at_its_names and not self._are_in_slices:  # an optimizer may have it still
+                gone.append(self._nameless(known))
+            if len(new_there) == 1:
+                found[new_there[0]] = known
+            elif not at_its_names and not (known.has_gone and known.tensor() is None):
+                gone.append(known)
+        is_new = False
+        for place, (names, tensor) in enumerate(now):
+            one = found[place]
+            if one is None:
+                found[place] = self._new(names, tensor)
+                is_new = True
+                for name in names:
+                    self.present.pop(name, None)
+            elif one.names != names or one.tensor() is not tensor:
+                if one.names[0] in self.present:
+                    self.present.update(dict.fromkeys(names, self.present[one.names[0]]))
+                has_moved = one.names[0] not in names
+                self.has_moved |= has_moved
+                is_new |= has_moved
+                one.names, one.tensor, one.has_gone = names, weakref.ref(tensor), False
+        self._tensors = [one for one in found if one is not None] + gone
+        return is_new
+
+    def names_now(self) -> dict[int, str]:
+        """The first name of each tensor, by its id; of those that have left the module a name of their own."""
+        if self._are_in_slices:
+            return {}
+        return {id(tensor): known.names[0] for known in self._tensors if (tensor := known.tensor()) is not None}
 
     def add(self, uses: Mapping[str, Iterable[int]]) -> bool:
         """Take in which virtual stages have used which tensors. Returns whether that was new.
@@ -75,23 +150,22 @@ class ParameterMap:
         What a rank no longer holds when it is used for the first time stays where it is.
         """
         is_new = False
-        for names in self._names:
-            for name in names:
+        for known in self._tensors:
+            for name in known.names:
                 for stage in uses.get(name, ()):
-                    known = self._users.setdefault(name, set())
-                    if stage not in known and self.placement[stage] in self._holders_of(names):
-                        known.add(stage)
+                    if stage not in known.users and self.placement[stage] in self._holders_of(known):
+                        known.users.add(stage)
                         is_new = True
         return is_new
 
     def state(self) -> dict[str, set[int]]:
         """Which virtual stages used which tensors, for another replica's `merge`."""
-        return self._users
+        return {known.names[0]: known.users for known in self._tensors}
 
     def merge(self, state: dict[str, set[int]]) -> None:
         """Take in what another replica has seen."""
-        for name, stages in state.items():
-            self._users.setdefault(name, set()).update(stages)
+        for known in self._tensors:
+            known.users |= state.get(known.names[0], set())
 
     def settle(self) -> None:
         """Called after a training step has shown which ranks use which tensors: the other ranks free them."""
@@ -101,48 +175,46 @@ class ParameterMap:
         """Which ranks hold which tensors, as far as is known; all ranks hold those that nobody has used yet."""
         holders: dict[str, tuple[int, ...]] = {}
         unseen: list[str] = []
-        for names in self._names:
-            ranks = self._holders_of(names)
-            if not self._stages_of(names) and names[0] not in self.present:
-                unseen += names
-            holders.update(dict.fromkeys(names, ranks))
+        for known in self._tensors:
+            if not known.stages and known.names[0] not in self.present:
+                unseen += known.names
+            holders.update(dict.fromkeys(known.names, self._holders_of(known)))
         return Ownership(self.num_ranks, self.rank, holders, frozenset(unseen))
 
     def used_repeatedly(self) -> set[str]:
         """Names of parameters and buffers that several virtual stages use, on whichever ranks."""
-        return {name for names in self._names if len(self._stages_of(names)) > 1 for name in names}
+        return {name for known in self._tensors if len(known.stages) > 1 for name in known.names}
 
     def used_by(self, stage: int) -> set[str]:
         """Names of parameters and buffers that this virtual stage uses, and no other."""
-        return {name for names in self._names if self._stages_of(names) == {stage} for name in names}
+        return {name for known in self._tensors if known.stages == {stage} for name in known.names}
 
     def used_in_one_leaf(self, leaves: Iterable[str]) -> dict[str, set[str]]:
         """Of these modules, those that this rank alone runs: each with the names of its parameters and buffers."""
         found: dict[str, set[str]] = {}
-        for names in self._names:
-            around = {next((leaf for leaf in leaves if name.startswith(f"{leaf}.")), None) for name in names}
+        for known in self._tensors:
+            around = {next((leaf for leaf in leaves if name.startswith(f"{leaf}.")), None) for name in known.names}
             leaf = around.pop()
-            if leaf is not None and not around and self._holders_of(names) == (self.rank,):
-                found.setdefault(leaf, set()).update(names)
+            if leaf is not None and not around and self._holders_of(known) == (self.rank,):
+                found.setdefault(leaf, set()).update(known.names)
         return found
 
-    def _holders_of(self, names: Sequence[str]) -> tuple[int, ...]:
+    def _holders_of(self, known: _Known) -> tuple[int, ...]:
         """The ranks that hold a tensor."""
-        stages = self._stages_of(names)
-        certain = any(self._leaf_of(name, self._certain) is not None for name in names)
-        if stages and (self._is_settled or certain):
-            return tuple(sorted({self.placement[stage] for stage in stages}))
-        return self.present.get(names[0], tuple(range(self.num_ranks)))
+        if known.stages and (self._is_settled or known.certain):
+            return tuple(sorted({self.placement[stage] for stage in known.stages}))
+        return self.present.get(known.names[0], tuple(range(self.num_ranks)))
 
-    def _stages_of(self, names: Iterable[str]) -> set[int]:
-        """The virtual stages that use a tensor."""
-        stages: set[int] = set()
-        for name in names:
-            stages |= self._users.get(name, set())
-            certain = self._leaf_of(name, self._certain)
-            if certain is not None:
-                stages.add(self._certain[certain])
-        return stages
+    def _new(self, names: list[str], tensor: Tensor) -> _Known:
+        leaves = (self._leaf_of(name, self._certain) for name in names)
+        return _Known(
+            names, weakref.ref(tensor), frozenset(self._certain[leaf] for leaf in leaves if leaf is not None), set()
+        )
+
+    def _nameless(self, known: _Known) -> _Known:
+        """A tensor whose names are now others'."""
+        self._num_gone += 1
+        return replace(known, names=[f"{known.names[0]} ({self._num_gone}, gone)"], users={*known.users}, has_gone=True)
 
     @staticmethod
     def _leaf_of(name: str, leaves: Mapping[str, object]) -> str | None:
@@ -152,3 +224,11 @@ class ParameterMap:
             if name in leaves:
                 return name
         return None
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Each parameter and buffer of a module, with all of its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in named_tensors(module):
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())

@@ -89,16 +89,19 @@ class FirstRankChanges:
         """On another rank: take what it lacks of it."""
         own = {one.name for one in self.found()}
         tensors = _tensors_of(self._module)
-        lacking = {
-            one.name
-            for one in changed
-            if one.name not in own and (one.is_assigned or type(tensors[one.name]) is not Placeholder)
-        }
+        lacking = {one.name for one in changed if one.name not in own and not self._has(one, tensors.get(one.name))}
         self._direct.tell_one(0, lacking)
         for one in self._direct.hear(0, "what the first rank alone has changed"):
             data = self._direct.receive(one.spec, 0, f"{one.name}, which the first rank alone has changed")
             if one.name in lacking:
                 self._change(one, tensors.get(one.name), data)
+
+    def _has(self, changed: Changed, tensor: Tensor | None) -> bool:
+        """Whether a placeholder shows that this rank has come to the same change."""
+        before = self._before.get(changed.name)
+        return type(tensor) is Placeholder and (
+            not changed.is_assigned or before is None or tensor is not before.tensor
+        )
 
     def _change(self, changed: Changed, tensor: Tensor | None, data: Tensor) -> None:
         if not changed.is_assigned:

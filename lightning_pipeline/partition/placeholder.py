@@ -172,7 +172,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse(func, args, kwargs)
+        return args[0] if _is_set_alike(func, args) else _refuse(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if _torch.num_function_modes():
@@ -363,6 +363,15 @@ def become_absent(tensor: Tensor, what: str) -> None:
 def is_absent(tensor: Tensor | None) -> bool:
     """Whether only other ranks hold this tensor of the module."""
     return type(tensor) is Placeholder or (isinstance(tensor, DTensor) and tensor._local_tensor.is_meta)
+
+
+def _is_set_alike(func: Any, args: Any) -> bool:
+    """Whether a placeholder is set to another's data by `set_`, as parametrizations do, and the same ranks hold both,
+    for which it is to do."""
+    if func is not torch.ops.aten.set_.source_Tensor or not all(type(one) is Placeholder for one in args):
+        return False
+    (own, held), (given, lent) = ((one.spec.but(requires_grad=False), vars(one).get("_held_by")) for one in args)
+    return (own.shape, own.dtype, held) == (given.shape, given.dtype, lent) and None not in (held, lent)
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ class KeyedCalls:
         self.root = root
         self._thread = 0
         self._forwards: list[_Forward] | None = None
+        self._names: dict[int, tuple[weakref.ref[nn.Module], list[str]]] = {}
+        self._named()
 
     def forget(self) -> None:
         """The root has other modules than before."""
@@ -51,15 +54,27 @@ class KeyedCalls:
 
     def _made(self) -> list[_Forward]:
         found = []
-        modules = dict(self.root.named_modules(remove_duplicate=False))
-        for name in {*self.stages.exact, *self.stages.minimum}:
-            module = modules.get(name)
-            if module is not None and has_forward(module):
+        for name, module in self._named():
+            if (name in self.stages.exact or name in self.stages.minimum) and has_forward(module):
                 stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
                 own = vars(module).get("forward")
                 noted = self._noted(name, stage, module.forward, is_own=own is not None)
                 found.append(_Forward(module, own, type(module).forward, noted))
         return found
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        """The modules, by the names that each had when it came: a key stays with its module where lists are changed or
+        layers wrapped.
+        """
+        names: dict[int, list[str]] = {}
+        modules: dict[int, nn.Module] = {}
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            modules[id(module)] = module
+            names.setdefault(id(module), []).append(name)
+        self._names = {key: known for key, known in self._names.items() if known[0]() is not None}
+        for key, module in modules.items():
+            self._names.setdefault(key, (weakref.ref(module), names[key]))
+        return [(name, module) for key, module in modules.items() for name in self._names[key][1]]
 
     def _noted(
         self, name: str, stage: tuple[int | None, int], plain: Callable[..., Any], *, is_own: bool

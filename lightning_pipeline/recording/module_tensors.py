@@ -59,7 +59,7 @@ class ModuleTensors:
         """Take in what the module has been given since. Returns whether there was anything.
 
         Raises:
-            NotImplementedError: a tensor that some stages hold has another name than before.
+            NotImplementedError: a tensor has another name than before, and replicas keep slices.
         """
         modules = _modules_in(self._module)
         if (
@@ -69,25 +69,34 @@ class ModuleTensors:
             and sum([len(module._parameters) + len(module._buffers) for module in modules]) == self._num_slots
         ):
             return False
-        before = {name: self.holders[number] for number, names in enumerate(self.names) for name in names}
-        written = {name for number in self.written for name in self.names[number]}
         tensors, names_before = [*self.tensors], [*self.names]
+        homes, lowest, holders, written = [*self.homes], [*self.lowest], [*self.holders], {*self.written}
         self._read()
-        for tensor, known in zip(tensors, names_before, strict=True):
-            number = self.number_of(tensor)
-            if number is not None and holders_of(tensor) is not None and self.names[number][0] not in known:
-                raise NotImplementedError(
-                    f"{known[0]} has become {self.names[number][0]} during the run, and stages hold tensors by their "
-                    f"names: prune or rename before the run; in it, put nn.Identity() in the place of a module that is "
-                    f"to go, and add others at the end"
-                )
         now = {name: number for number, names in enumerate(self.names) for name in names}
-        for known in names_before:
-            numbers = {now[name] for name in known if name in now}
-            if len(numbers) == 1:  # or it was tied, and nobody knows which of those a stage used
-                self.holders[numbers.pop()] |= before[known[0]]
-        self.written = {number for number, names in enumerate(self.names) if not written.isdisjoint(names)}
+        ids = set(map(id, tensors))
+        self.written = set()
+        for before, (tensor, known) in enumerate(zip(tensors, names_before, strict=True)):
+            number = self.number_of(tensor)
+            if number is not None and self.names[number][0] not in known:
+                self._check_may_move(known[0], number)
+                self.homes[number], self.lowest[number] = homes[before], lowest[before]
+                heirs = {number}
+            else:
+                moved = (place for name in known if (place := now.get(name)) is not None)
+                # Not those that have come from another place.
+                heirs = {place for place in moved if place == number or id(self.tensors[place]) not in ids}
+            if len(heirs) == 1:  # or it was tied, and nobody knows which of those a stage used
+                self.holders[min(heirs)] |= holders[before]
+            self.written |= heirs if before in written else set()
         return True
+
+    def _check_may_move(self, before: str, number: int) -> None:
+        if self.are_in_slices and holders_of(self.tensors[number]) is not None:
+            raise NotImplementedError(
+                f"{before} has become {self.names[number][0]} during the run, and with data_parallel='fsdp' slices are "
+                f"known by their names: prune or rename before the run; in it, put nn.Identity() in the place of a "
+                f"module that is to go, and add others at the end"
+            )
 
     def number_of(self, tensor: Tensor) -> int | None:
         """None for tensors that are not the module's."""

@@ -96,7 +96,9 @@ class LocalModule:
         self.calls = KeyedCalls(module, cut.stages)
         self.tensors = ModuleTensors(module, cut.stages)
         certain = certain_stages(self.leaves, cut.stages.num_stages) if cut.is_final else {}
-        self.placement = ParameterMap(module, placement, session.topology.stage_rank, certain)
+        are_in_slices = sharded is not None
+        rank = session.topology.stage_rank
+        self.placement = ParameterMap(module, placement, rank, certain, are_in_slices=are_in_slices)
         self.placement.find_present(module, self._transport)
         if self.placement.present:
             self._gather_left(session.strategy.num_processes)
@@ -107,8 +109,10 @@ class LocalModule:
         self._update_ownership()
         refuse_apart(self._sharing, self.ownership)
         warn_of_aliases(self._module, self.ownership)
-        for released in (self._module, *copies_of(self._module, self._module.trainer)):
-            release(released, self.ownership)
+        release(self._module, self.ownership)
+        if not self.placement.has_moved:  # or their tensors have the names that the module's had
+            for copied in copies_of(self._module, self._module.trainer):
+                release(copied, self.ownership)
         for module in self._module.modules():  # an earlier run may have cut the module elsewhere
             unguard(module)
         guard_state_dict(self._module)
@@ -117,6 +121,7 @@ class LocalModule:
         """Note tensors that the module has been given during the run. Returns whether there are any."""
         is_new = self.placement.take_in(self._module)
         if is_new:
+            self._sharing = tensors_that_share_memory(self._module)
             self._update_ownership()
         return is_new
 
@@ -209,12 +214,12 @@ class LocalModule:
         Returns:
             Whether every rank has it.
         """
-        partial: dict[int, tuple[str, Tensor]] = {}
+        partial: dict[int, tuple[str, Tensor, int]] = {}
         for module in (self._module, *copies_of(self._module, self._module.trainer)):
             for name, tensor in named_tensors(module):
-                if name in self.ownership and len(self.ownership.holders[name]) < self.ownership.num_stages:
-                    partial.setdefault(id(tensor), (name, tensor))
-        absent = [tensor for _, tensor in partial.values() if is_absent(tensor)]
+                if (held := holders_of(tensor)) is not None:
+                    partial.setdefault(id(tensor), (name, tensor, held[0]))
+        absent = [tensor for _, tensor, _ in partial.values() if is_absent(tensor)]
         found = self._most(self._obstacle(absent, num_processes))
         if found[0] != _NONE:
             rank_zero_warn(
@@ -222,7 +227,7 @@ class LocalModule:
                 f"trainer.strategy.gather_module(), called on all ranks, gives rank 0 a copy with all weights"
             )
         elif found[1]:
-            self._spread([(name, tensor, self.ownership.owner(name)) for name, tensor in partial.values()])
+            self._spread([*partial.values()])
             lift_guards(self._module)
         return found[0] == _NONE
 

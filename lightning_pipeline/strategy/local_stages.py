@@ -46,6 +46,7 @@ class LocalStages:
         self._cut = cut
         self._tensor_group, context = session.tensor_group, session.context_group
         self._is_single_process = session.is_single_process
+        self._on_moved = lambda: session.optimizers.rename(self.local.placement.names_now())
         self._on_released = lambda: session.optimizers.settle(self.local.ownership)
         self._is_settled = False
         # Before the local module, which hands over to it what an earlier run has sharded.
@@ -186,6 +187,7 @@ class LocalStages:
         else:
             self.gradients.settle(self.local.ownership)
         if is_new or is_given or not self._sharded:  # slices, and what steps gather them into, are no new parameters
+            self._on_moved()
             self._on_released()
 
     def _warn_of_unreached(self) -> None:

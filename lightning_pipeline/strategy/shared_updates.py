@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ class OptimizerShards:
             if part:
                 source = dist.get_group_rank(self._replicas.group, ranks[replica])
                 _torch.broadcast_coalesced(self._replicas.group, part, BUCKET_BYTES, source)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Parameters have other names now, given by the ones before."""
+        self._updaters = {names.get(name, name): replica for name, replica in self._updaters.items()}
 
     def is_kept(self, name: str) -> bool:
         """Whether this replica keeps the optimizer state of a parameter."""

@@ -106,6 +106,14 @@ class StageOptimizers:
         """The layout of an optimizer, or of Lightning's wrapper around it."""
         return self._layouts[inner(optimizer)]
 
+    def rename(self, names: Mapping[int, str]) -> None:
+        """Take in the names that parameters have now, by their ids."""
+        for layout in self:
+            changed = layout.rename(names)
+            for update in self._updates[layout.optimizer]:
+                if isinstance(update, OptimizerShards):
+                    update.rename(changed)
+
     def settle(self, ownership: Ownership) -> None:
         """Note who holds what from now on, and drop the state of parameters that only other stages hold."""
         self.ownership = ownership

@@ -160,10 +160,11 @@ def check_module(module: LightningModule, trainer: Trainer) -> None:
     if trainer.world_size == 1:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelPruning):
+        if isinstance(callback, ModelPruning) and getattr(trainer.strategy, "data_parallel", None) == "fsdp":
             raise ValueError(
-                f"{type(callback).__name__} renames parameters during the run (weight becomes weight_orig), but stages "
-                f"hold them by name: prune with torch.nn.utils.prune on one device, and train the result here"
+                f"{type(callback).__name__} renames parameters during the run (weight becomes weight_orig), and with "
+                f'data_parallel="fsdp" slices are known by their names: use "zero1", which shards the optimizer state '
+                f"only, or prune with torch.nn.utils.prune before the run"
             )
         if isinstance(callback, BatchSizeFinder):
             raise ValueError(

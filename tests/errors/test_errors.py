@@ -38,7 +38,7 @@ MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("OneLayer", {"num_stages": 2}, ["OneLayer is to be cut into 2", "its training_step calls 1", "devices=1"]),
     ("RankDependent", {}, ["one rank alone uses what a stage computes", "x = x * 3", "asks for the rank"]),
     ("RankFromEnvironment", {}, ["did not run the same code", "ran add", "modules.py", "x = x + 3"]),
-    ("Prunes", {}, ["ValueError", "ModelPruning renames parameters", "torch.nn.utils.prune"]),
+    ("Prunes", {"data_parallel": "fsdp"}, ["ValueError", "ModelPruning renames parameters", "torch.nn.utils.prune"]),
     ("LossInNoKey", {}, ["ValueError", "training_step returned dict ['error']"]),
     ("GradientAcrossStages", {}, ["grad goes back over what stages 0 and 1 compute", "modules.py"]),
     ("StepsAtTimes", {}, ["micro-batch 0 comes to ", "the step of optimizer 0, SGD", "the end of training_step"]),
