@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.batches import ListsOfSamples
-from lightning_pipeline.partition.memory import extent, fill, laid_out, memory_of
+from lightning_pipeline.partition.memory import beginning, begun_at, extent, fill, laid_out, memory_of
 from lightning_pipeline.partition.microbatch import num_samples, overlaps, signature
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
@@ -36,6 +36,7 @@ class Announcement:
         new: structures announced for the first time, by number.
         layouts: by micro-batch, layouts that differ from their structure's in constants.
         are_counted: whether the sizes are known.
+        beginnings: by micro-batch, where its small tensors begin in memory (`beginning`), if any is not 0.
     """
 
     numbers: list[int]
@@ -43,6 +44,7 @@ class Announcement:
     new: dict[int, Structure]
     layouts: dict[int, Layout]
     are_counted: bool = True
+    beginnings: dict[int, list[int]] = field(default_factory=dict)
 
 
 class _Part(NamedTuple):
@@ -83,6 +85,7 @@ class Delivery:
         self._by_key: dict[Hashable, int] = {}
         self._next_number = 0
         self._parts: list[_Part] = []
+        self._beginnings: dict[int, list[int]] = {}
         self._of_stages: set[int] = set()
         self.has_written = False
 
@@ -104,6 +107,7 @@ class Delivery:
         else:
             assert self._transport is not None
             announcement = self._transport.recv_object(0, "the announcement of the next batch")
+        self._beginnings = announcement.beginnings
         for number in announcement.numbers:
             if number not in announcement.new:
                 self._structures.move_to_end(number)
@@ -134,7 +138,7 @@ class Delivery:
                     continue
                 # Copies rather than views, as on the other ranks.
                 copies = [tensor.detach().clone() for tensor in everywhere]
-                state.everywhere = in_memory(copies, state.structure)
+                state.everywhere = in_memory(copies, state.structure, self._beginnings.get(state.index))
                 self._parts += map(_Part.of, everywhere, state.everywhere)
             for peer in range(1, self._num_ranks):
                 assert self._transport is not None
@@ -163,7 +167,7 @@ class Delivery:
             for (index, number), tensor in zip(sparse, received, strict=True):
                 states[index].everywhere[number] = tensor
         for state in states:
-            state.everywhere = in_memory(state.everywhere, state.structure)
+            state.everywhere = in_memory(state.everywhere, state.structure, self._beginnings.get(state.index))
             # As on the first rank, so that all ranks ask for what stages have written into them.
             self._parts += (_Part.of(None, part) for part in state.everywhere)
 
@@ -239,6 +243,10 @@ class Delivery:
                 known = announcement.new.get(number) or self._structures[number]
                 if not _same(layout, known.layout):
                     announcement.layouts[index] = layout
+            small, _ = (announcement.new.get(number) or self._structures[number]).split(tensors)
+            beginnings = list(map(beginning, small)) if self._num_ranks > 1 else []
+            if any(beginnings):
+                announcement.beginnings[index] = beginnings
             announcement.numbers.append(number)
             sizes.append(num_samples(microbatch, tensors, layout))
             all_tensors.append(tensors)
@@ -268,11 +276,16 @@ def _packed(states: Sequence[Microbatch]) -> Iterator[Tensor]:
         yield torch.cat([states[index].everywhere[number].reshape(-1) for index, number in places])
 
 
-def in_memory(tensors: Sequence[Tensor], structure: Structure) -> list[Tensor]:
+def in_memory(
+    tensors: Sequence[Tensor], structure: Structure, beginnings: Sequence[int] | None = None
+) -> list[Tensor]:
     """Copies of a micro-batch's small tensors, as they lie in memory in one process.
 
     Code that asks for strides goes on differently with others, kernels sum in other orders, and a write into one tensor
     is seen in those that overlap with it, as in ``tokens[:, :-1]`` and ``tokens[:, 1:]``. None counts as written into.
+
+    Args:
+        beginnings: of each; None if all begin at multiples of 64 bytes.
     """
     found = [
         tensor if spec.stride is None or tensor.stride() == spec.stride else laid_out(tensor, spec.stride).data
@@ -283,11 +296,21 @@ def in_memory(tensors: Sequence[Tensor], structure: Structure) -> list[Tensor]:
         specs = [(number, spec.shape, spec.stride or (), offset) for number, spec, offset in own]
         length = max(offset + extent(shape, stride) for _, shape, stride, offset in specs)
         memory = torch.empty(length, dtype=found[group[0][0]].dtype)
+        if beginnings is not None:
+            number, _, _, offset = specs[0]
+            memory = begun_at(memory, (beginnings[number] - offset * memory.element_size()) % 64)
+        begin = memory.storage_offset()
         for number, shape, stride, offset in specs:
-            fill(memory.as_strided(shape, stride, offset), found[number])
+            fill(memory.as_strided(shape, stride, begin + offset), found[number])
         memory = memory.data
         for number, shape, stride, offset in specs:
-            found[number] = memory.as_strided(shape, stride, offset)
+            found[number] = memory.as_strided(shape, stride, begin + offset)
+    grouped = {number for group in structure.overlaps for number, _ in group}
+    if beginnings is not None:
+        found = [
+            tensor if number in grouped else begun_at(tensor, begin)
+            for number, (tensor, begin) in enumerate(zip(found, beginnings, strict=True))
+        ]
     return found
 
 

@@ -73,6 +73,7 @@ class InOrder:
         self.specs: dict[int, TensorSpec] = dict(enumerate(specs))
         self.homes: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
         self.here: dict[tuple[int, int], Tensor] = {}
+        self._beginnings: dict[int, int] = {}
         self.transfers = Transfers(state.index, placement, rank, direct, training=training)
         self._done: Event | None = None
         self._writes = ModuleWrites()
@@ -84,6 +85,7 @@ class InOrder:
             self.here.update(state.carried.here)
             for event in state.carried.program.events:
                 self._writes.of(event)
+            self._beginnings = {**before.beginnings}
         self.rank_of = self.transfers.rank_of
         self._checkpointed = CheckpointedFunctions(self.seed)
         self._came_frozen: set[tuple[int, int]] = set()  # of `here`, the module's tensors that gave no gradients then
@@ -194,6 +196,7 @@ class InOrder:
             if value is not None:
                 assert isinstance(spec, TensorSpec)
                 self.specs[value], self.homes[value] = spec, visit
+        event.note_beginnings(self._beginnings)
         for number, is_replaced in self._writes.of(event).items():
             self._note_written_again(number, visit, event)
             self._share_write(number, visit, event, is_replaced=is_replaced)
@@ -300,7 +303,8 @@ class InOrder:
         self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None, num_parts: int = 1
     ) -> Tensor:
         """Move a value, or a tensor of the module, from one visit to another that uses it for the first time."""
-        moved = self.transfers.move(value, source, destination, spec, own, num_parts=num_parts)
+        begin = self._beginnings.get(value, 0)
+        moved = self.transfers.move(value, source, destination, spec, own, num_parts=num_parts, begin=begin)
         found = self.here[destination, value] = _NOTHING if moved is None else moved
         return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.memory import copied
+from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -109,13 +109,22 @@ class Transfers:
         self._uses.setdefault(value, []).append((visit, None))
 
     def move(
-        self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None, *, num_parts: int = 1
+        self,
+        value: int,
+        source: int,
+        destination: int,
+        spec: TensorSpec,
+        own: Tensor | None,
+        *,
+        num_parts: int = 1,
+        begin: int = 0,
     ) -> Tensor | None:
         """Move a value to another visit. Returns it on the receiver, None elsewhere.
 
         Args:
             own: the value, on the sender.
             num_parts: how often gradients go back to it in its first use there.
+            begin: where it begins in memory (`beginning`).
         """
         sender, receiver = self.rank_of(source), self.rank_of(destination)
         transfer = Transfer(value, source, destination, num_parts)
@@ -137,6 +146,7 @@ class Transfers:
             arrived = self._direct.receive(spec, sender, f"an activation of micro-batch {self._microbatch}")
         if arrived is None:
             return None
+        arrived = begun_at(arrived, begin) if begin else arrived
         if returns:
             arrived = transfer.arrive(arrived.requires_grad_())
         elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad

@@ -188,6 +188,21 @@ class Event:
         """How often gradients go back to an operand."""
         return dict(self.result.repeats).get(slot, 1)
 
+    def note_beginnings(self, begins: dict[int, int]) -> None:
+        """Take in where the values that this event makes begin in memory, in bytes past a multiple of 64, if not at 0.
+
+        A stage that gets such a value has it there, too, as in one process: see `memory.beginning`.
+        """
+        for value, shares, own in zip(self.outputs, self.result.shares, self.result.begins, strict=False):
+            base = self.inputs[shares[0]] if shares else None
+            begin = (own + (begins.get(base, 0) if type(base) is int else 0)) % 64
+            if value is not None and begin:
+                begins[value] = begin
+        for slot, _, value in self.writes:
+            before = self.inputs[slot]
+            if type(before) is int and before in begins:
+                begins[value] = begins[before]
+
     @property
     def name(self) -> str:
         return function_name(self.function)

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.memory import contiguous_strides
+from lightning_pipeline.partition.memory import contiguous_strides, offset_of
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name, written_by
 from lightning_pipeline.partition.tree import Layout
@@ -46,6 +46,7 @@ class Result:
         draws: how often random numbers are drawn in it, where it is made of other functions.
         repeats: the arguments to which gradients go back several times, as to the weights of a recurrent layer, each
             with how often.
+        begins: for each new tensor, how many bytes after the memory that it shares, or is new, past a multiple of 64.
     """
 
     layout: Layout
@@ -54,6 +55,7 @@ class Result:
     writes: tuple[tuple[int, TensorSpec], ...]
     draws: int = 0
     repeats: tuple[tuple[int, int], ...] = ()
+    begins: tuple[int, ...] = ()
 
 
 NOTHING = Result(tree.Constant(None), (), (), ())
@@ -122,6 +124,10 @@ _LAID_OUT_OTHERWISE = frozenset(
 """Functions whose results have other strides on the CPU than fake ones, by name."""
 
 
+_RESIZING = ("fused_moving_avg_obs_fake_quant",)
+"""Functions that give tensors which they write into other shapes, of which their fake implementations know nothing."""
+
+
 class _NotingWrites(_torch.TorchDispatchMode):
     """Notes what is written into, of real tensors."""
 
@@ -147,6 +153,8 @@ class Inference:
         Args:
             specs: of the call's tensors.
         """
+        if function_name(function) in _RESIZING:
+            return self._on_zeros(function, call, specs)
         if any(spec.stride is None for spec in specs):
             found = self._on_zeros(function, call, specs)
             return found if found == self._on_zeros(function, call, specs, num_stored=1) else None
@@ -329,7 +337,8 @@ def _result(
         for number, (argument, version, spec) in enumerate(zip(arguments, versions, specs, strict=True))
         if argument._version != version or TensorSpec.of(argument) != spec or number in written
     )
-    return Result(layout, tuple(tensors), tuple(shares), writes, repeats=_repeats(made, arguments))
+    begins = tuple(0 if id(one) in numbers else offset_of(one) for one in made)
+    return Result(layout, tuple(tensors), tuple(shares), writes, repeats=_repeats(made, arguments), begins=begins)
 
 
 def _repeats(made: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
