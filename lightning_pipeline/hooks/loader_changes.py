@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy
@@ -64,11 +65,12 @@ def apply(changes: list[Change], loader: Any) -> None:
             return cls(map(received, value))
         return cls._make(map(received, value)) if isinstance(value, tuple) and hasattr(cls, "_make") else value
 
+    # All are found before any is changed: paths lead through what was there before.
+    found = []
     for change in changes:
-        try:
-            holder, value = _found(change.path, loader), received(change.value)
-        except (LookupError, AttributeError, TypeError):
-            continue  # it is within something that only the first rank has, such as a file
+        with suppress(LookupError, AttributeError, TypeError):  # within what only the first rank has, such as a file
+            found.append((change, _found(change.path, loader), received(change.value)))
+    for change, holder, value in found:
         _SETTERS[change.kind](holder, change.key, value)
 
 

@@ -153,8 +153,10 @@ class _Snapshot:
             for tensor, values in self._tensors.values():
                 if type(tensor) is Placeholder:  # a recorded step has written into it
                     become(tensor, values)
-                else:  # always: writes by batch norm's kernels do not show in the tensor's version
-                    tensor.copy_(values)
+                    continue
+                if tensor.shape != values.shape:  # by resize_, or the step has set its data
+                    tensor.data = tensor.new_empty(values.shape)
+                tensor.copy_(values)  # always: writes by batch norm's kernels do not show in the tensor's version
 
     def check(self) -> None:
         """Raise a ValueError if state has changed that cannot be restored."""

@@ -50,6 +50,7 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
     for slot, _ in result.writes:
         if inputs[slot] is CAPTURED and (number := recording.tensors.number_of(call.tensors[slot])) is not None:
             inputs[slot] = -1 - number
+    _refuse_resizing(recording, func, inputs, specs, result)
     if depends:
         for child in recording.event.children:
             if child.result == result:
@@ -118,6 +119,25 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
             f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls cannot "
             f"be told from outside ({users_line()}): write it with torch.where, or plain Python"
         )
+
+
+def _refuse_resizing(
+    recording: Recording, func: Any, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result
+) -> None:
+    """Refuse a call that gives a tensor of the module another shape, beside `.data = ...`, as other ranks have it too.
+
+    Raises:
+        NotImplementedError: for such a call.
+    """
+    for slot, spec in result.writes:
+        value = inputs[slot]
+        is_resized = type(value) is int and value < 0 and spec.shape != specs[slot].shape
+        if is_resized and function_name(func) not in _WITHOUT_DATA:
+            raise NotImplementedError(
+                f"{function_name(func)} gives {recording.tensors.names[-1 - value][0]} another shape in a step "
+                f"({users_line()}), while other ranks have it as it was: give it that shape before the run, as one "
+                f"forward on sample data does; quantize-aware training may take observers per tensor"
+            )
 
 
 def _refuse_overlapping(recording: Recording, inputs: Sequence[Any], result: Result) -> None:

@@ -320,3 +320,82 @@ class BufferWritten(Normalised):
 
     def keep(self, mean: Tensor) -> None:
         self.mean.mul_(0.9).add_(mean, alpha=0.1)
+
+
+class Episodes(torch.utils.data.Dataset[Any]):
+    """A dataset that collects what it gives out, in lists that change places."""
+
+    def __init__(self) -> None:
+        self.samples = samples(24, 1)
+        self.now: list[float] = [1.0]
+        self.before: list[float] = [2.0, 3.0]
+        self.total = 0.0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.collect(index)
+        return self.samples[index]
+
+    def collect(self, index: int) -> None:
+        raise NotImplementedError
+
+
+class Begun(Episodes):
+    """The list is begun anew when an episode of five ends, as in Lightning's PPO."""
+
+    def collect(self, index: int) -> None:
+        self.now.append(index)
+        if len(self.now) == 5:
+            self.total += sum(self.now)
+            self.now = []
+
+
+class KeptByAnotherName(Episodes):
+    """The list of the batch before gets another name."""
+
+    def collect(self, index: int) -> None:
+        if index % 8 == 0:
+            self.before, self.now = self.now, []
+        self.now.append(index)
+
+
+class Exchanged(Episodes):
+    """Two lists change places, and the one that comes is added to."""
+
+    def collect(self, index: int) -> None:
+        if index % 8 == 0:
+            self.now, self.before = self.before, self.now
+            self.now.append(index / 10)
+
+
+class CollectsEpisodes(Fetches):
+    """Scales its loss by what the dataset has collected."""
+
+    episodes: type[Episodes] = Episodes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = self.episodes()
+
+    def figure(self) -> float:
+        return len(self.data.now) + sum(self.data.now) / 10 + sum(self.data.before) / 100
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=8)
+
+
+@habit(plain=False, shows=False, observed=["data.now", "data.before", "data.total"])
+class EpisodesBegunAnew(CollectsEpisodes):
+    episodes = Begun
+
+
+@habit(plain=False, shows=False, observed=["data.now", "data.before"])
+class EpisodesBefore(CollectsEpisodes):
+    episodes = KeptByAnotherName
+
+
+@habit(plain=False, shows=False, observed=["data.now", "data.before"])
+class EpisodesExchanged(CollectsEpisodes):
+    episodes = Exchanged

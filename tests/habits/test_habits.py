@@ -30,7 +30,8 @@ BY_DEFAULT = {
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
         BufferByEpoch ScheduledByNumpy FunctionsReplaced UntiedInSecondEpoch TiedHeadReplaced
-        TargetCopiedAtStart PartsKept
+        TargetCopiedAtStart PartsKept OddSamples SlicesOfLatents AdaptersFromSecondEpoch LayersInserted
+        PrunedByLightning EpisodesExchanged ObserversByChannel
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
