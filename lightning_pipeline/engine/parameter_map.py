@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,14 +19,15 @@ class _Known:
 
     Attributes:
         names: all of its names.
-        tensor: this rank's.
+        tensor: this rank's, for what is known as an object; None where nobody else has it any more. No weak reference,
+            as torch exchanges no tensors that have some.
         certain: the virtual stages of its leaves, where they are known from the start.
         users: the virtual stages that have used it.
         has_gone: it was in the module once, and no name of the module's is its own.
     """
 
     names: list[str]
-    tensor: weakref.ref[Tensor]
+    tensor: Tensor | None
     certain: frozenset[int]
     users: set[int]
     has_gone: bool = False
@@ -97,30 +98,31 @@ class ParameterMap:
         So are tensors of which one was tied to another before, as nobody knows which of the two a rank used.
 
         Returns:
-            Whether any are new, or have other names.
+            Whether any are new, or have other names, or gave them to others.
         """
         now = _tensors_of(module)
         places = {name: place for place, (names, _) in enumerate(now) for name in names}
         themselves: list[_Known | None] = [None] * len(now)
         if not self._are_in_slices:
-            by_id = {id(known.tensor()): known for known in self._tensors}
+            by_id = {id(known.tensor): known for known in self._tensors}
             themselves = [by_id.get(id(tensor)) for _, tensor in now]
+        place_of = {known: place for place, known in enumerate(themselves) if known is not None}
         found, gone = [*themselves], []
+        num_gone = self._num_gone
         for known in self._tensors:
             at_its_names = {places[name] for name in known.names if name in places}
             new_there = [place for place in at_its_names if themselves[place] is None]
-            if known in themselves:
-                place = themselves.index(known)
-                if new_there and place in at_its_names:
-                    found[place] = None
+            if known in place_of:
+                if new_there and place_of[known] in at_its_names:  # it was tied
+                    found[place_of[known]] = None
                 continue
-            if at_its_names and not self._are_in_slices:  # an optimizer may have it still
+            if at_its_names and not self._are_in_slices:  # its names are others'; an optimizer may have it still
                 gone.append(self._nameless(known))
-            if len(new_there) == 1:
+            if len(new_there) == 1:  # which take its place
                 found[new_there[0]] = known
-            elif not at_its_names and not (known.has_gone and known.tensor() is None):
+            elif not at_its_names:
                 gone.append(known)
-        is_new = False
+        is_new = self._num_gone > num_gone
         for place, (names, tensor) in enumerate(now):
             one = found[place]
             if one is None:
@@ -128,13 +130,17 @@ class ParameterMap:
                 is_new = True
                 for name in names:
                     self.present.pop(name, None)
-            elif one.names != names or one.tensor() is not tensor:
+            elif one.names != names or one.tensor is not tensor:
                 if one.names[0] in self.present:
                     self.present.update(dict.fromkeys(names, self.present[one.names[0]]))
                 has_moved = one.names[0] not in names
                 self.has_moved |= has_moved
                 is_new |= has_moved
-                one.names, one.tensor, one.has_gone = names, weakref.ref(tensor), False
+                one.names, one.tensor, one.has_gone = names, None if self._are_in_slices else tensor, False
+        for one in gone:
+            if sys.getrefcount(one.tensor) <= 2:  # of its own attribute, and of this call
+                one.tensor = None
+        gone = [one for one in gone if one.tensor is not None or not one.has_gone]
         self._tensors = [one for one in found if one is not None] + gone
         return is_new
 
@@ -142,7 +148,7 @@ class ParameterMap:
         """The first name of each tensor, by its id; of those that have left the module a name of their own."""
         if self._are_in_slices:
             return {}
-        return {id(tensor): known.names[0] for known in self._tensors if (tensor := known.tensor()) is not None}
+        return {id(known.tensor): known.names[0] for known in self._tensors if known.tensor is not None}
 
     def add(self, uses: Mapping[str, Iterable[int]]) -> bool:
         """Take in which virtual stages have used which tensors. Returns whether that was new.
@@ -207,9 +213,8 @@ class ParameterMap:
 
     def _new(self, names: list[str], tensor: Tensor) -> _Known:
         leaves = (self._leaf_of(name, self._certain) for name in names)
-        return _Known(
-            names, weakref.ref(tensor), frozenset(self._certain[leaf] for leaf in leaves if leaf is not None), set()
-        )
+        certain = frozenset(self._certain[leaf] for leaf in leaves if leaf is not None)
+        return _Known(names, None if self._are_in_slices else tensor, certain, set())
 
     def _nameless(self, known: _Known) -> _Known:
         """A tensor whose names are now others'."""

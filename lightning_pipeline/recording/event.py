@@ -193,6 +193,8 @@ class Event:
 
         A stage that gets such a value has it there, too, as in one process: see `memory.beginning`.
         """
+        if not begins and not any(self.result.begins):
+            return
         for value, shares, own in zip(self.outputs, self.result.shares, self.result.begins, strict=False):
             base = self.inputs[shares[0]] if shares else None
             begin = (own + (begins.get(base, 0) if type(base) is int else 0)) % 64
