@@ -183,3 +183,22 @@ class ParametrizedForTheSecondEpoch(Layers):
                 parametrize.register_parametrization(layer.linear, "weight", Symmetric())
             if self.current_epoch == 2:
                 parametrize.remove_parametrizations(layer.linear, "weight")
+
+
+@habit(trainer={"gradient_clip_val": 0.1}, epochs=3, plain=False)
+class TiedFromSecondEpoch(WithAdam):
+    """Layers of two stages get one weight in mid-run; the optimizer still has the other one."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[3].linear.weight = self.layers[0].linear.weight
+
+
+@habit(epochs=3, plain=False)
+class TiedToALaterOne(WithAdam):
+    """The earlier layer gets the later one's, and another optimizer."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.layers[1].linear = self.layers[2].linear
+            self.trainer.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
