@@ -60,7 +60,7 @@ class PartsReadAsArrays(Sequences):
         return F.cross_entropy(out, y)
 
 
-@habit(observed=["found"])
+@habit(observed=["found"], plain=False)
 class PartsKept(Sequences):
     """Parts of hidden values that the next step and hooks read."""
 
