@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.batches import ListsOfSamples
-from lightning_pipeline.partition.memory import beginning, begun_at, extent, fill, laid_out, memory_of
+from lightning_pipeline.partition.memory import ALIGNMENT, beginning, begun_at, extent, fill, laid_out, memory_of
 from lightning_pipeline.partition.microbatch import num_samples, overlaps, signature
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
@@ -298,15 +298,15 @@ def in_memory(
         memory = torch.empty(length, dtype=found[group[0][0]].dtype)
         if beginnings is not None:
             number, _, _, offset = specs[0]
-            memory = begun_at(memory, (beginnings[number] - offset * memory.element_size()) % 64)
+            memory = begun_at(memory, (beginnings[number] - offset * memory.element_size()) % ALIGNMENT)
         begin = memory.storage_offset()
         for number, shape, stride, offset in specs:
             fill(memory.as_strided(shape, stride, begin + offset), found[number])
         memory = memory.data
         for number, shape, stride, offset in specs:
             found[number] = memory.as_strided(shape, stride, begin + offset)
-    grouped = {number for group in structure.overlaps for number, _ in group}
     if beginnings is not None:
+        grouped = {number for group in structure.overlaps for number, _ in group}
         found = [
             tensor if number in grouped else begun_at(tensor, begin)
             for number, (tensor, begin) in enumerate(zip(found, beginnings, strict=True))

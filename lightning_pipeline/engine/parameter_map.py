@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.ownership import Ownership, named_tensors
+from lightning_pipeline.partition.ownership import Ownership, named_tensors, tensors_with_names
 from lightning_pipeline.runtime.transport import Transport
 
 
@@ -73,7 +73,7 @@ class ParameterMap:
         self._are_in_slices = are_in_slices
         self._num_gone = 0
         self.present: dict[str, tuple[int, ...]] = {}
-        self._tensors = [self._new(names, tensor) for names, tensor in _tensors_of(module)]
+        self._tensors = [self._new(names, tensor) for names, tensor in tensors_with_names(module)]
 
     def find_present(self, module: nn.Module, transport: Transport | None) -> None:
         """Take in which ranks have which tensors, where an earlier run has left a module with a stage on each rank.
@@ -100,7 +100,7 @@ class ParameterMap:
         Returns:
             Whether any are new, or have other names, or gave them to others.
         """
-        now = _tensors_of(module)
+        now = tensors_with_names(module)
         places = {name: place for place, (names, _) in enumerate(now) for name in names}
         themselves: list[_Known | None] = [None] * len(now)
         if not self._are_in_slices:
@@ -229,11 +229,3 @@ class ParameterMap:
             if name in leaves:
                 return name
         return None
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Each parameter and buffer of a module, with all of its names."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in named_tensors(module):
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())

@@ -25,7 +25,6 @@ from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.transfers import written_into
 from lightning_pipeline.engine.waiting import WaitingActivations
 from lightning_pipeline.engine.work import LiveCount, StepTask
-from lightning_pipeline.partition.memory import begun_at
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import note_failed_call, visit_function
@@ -218,9 +217,8 @@ class Visit:
             if strand.value < 0:
                 tensor = self._parameter(-1 - strand.value, spec)
             else:
-                tensor = arrived(next(arriving).wait(what), spec)
-                if begin := state.program.beginnings.get(strand.value, 0):
-                    tensor = begun_at(tensor, begin)
+                begin = state.program.beginnings.get(strand.value, 0)
+                tensor = arrived(next(arriving).wait(what), spec, begin)
             if self._training and spec.requires_grad:
                 # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()

@@ -62,7 +62,7 @@ def _put_into(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return fill(memory.as_strided(tensor.shape, stride), tensor)
 
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """In bytes. What torch allocates on the CPU begins at a multiple of it."""
 
 
@@ -71,14 +71,14 @@ def beginning(tensor: Tensor) -> int:
 
     MKL's sums depend on it in their last bits, as for rows of 13 numbers of which a micro-batch has the third to fifth.
     """
-    return tensor.data_ptr() % _ALIGNMENT if tensor.device.type == "cpu" and tensor.layout is torch.strided else 0
+    return tensor.data_ptr() % ALIGNMENT if tensor.device.type == "cpu" and tensor.layout is torch.strided else 0
 
 
 def offset_of(tensor: Tensor) -> int:
     """`beginning` of a tensor in memory that begins at such a multiple itself."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return 0
-    return int(tensor.storage_offset()) * tensor.element_size() % _ALIGNMENT
+    return int(tensor.storage_offset()) * tensor.element_size() % ALIGNMENT
 
 
 def begun_at(tensor: Tensor, begin: int) -> Tensor:
@@ -86,8 +86,8 @@ def begun_at(tensor: Tensor, begin: int) -> Tensor:
     size = tensor.element_size()
     if begin == beginning(tensor) or begin % size or not tensor.numel():
         return tensor
-    memory = torch.empty(extent(tensor.shape, tensor.stride()) + _ALIGNMENT // size, dtype=tensor.dtype)
-    start = (begin - memory.data_ptr()) % _ALIGNMENT // size
+    memory = torch.empty(extent(tensor.shape, tensor.stride()) + ALIGNMENT // size, dtype=tensor.dtype)
+    start = (begin - memory.data_ptr()) % ALIGNMENT // size
     return fill(memory.as_strided(tensor.shape, tensor.stride(), start), tensor.detach()).data
 
 

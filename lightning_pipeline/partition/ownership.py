@@ -81,10 +81,15 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def names_of_tensors(module: nn.Module) -> list[list[str]]:
     """The names of each parameter and buffer of a module; tied ones have several."""
-    names: dict[int, list[str]] = {}
+    return [names for names, _ in tensors_with_names(module)]
+
+
+def tensors_with_names(module: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """Each parameter and buffer of a module, once, with all of its names."""
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, tensor in named_tensors(module):
-        names.setdefault(id(tensor), []).append(name)
-    return list(names.values())
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
 
 
 def release(module: nn.Module, ownership: Ownership) -> list[str]:

@@ -370,8 +370,8 @@ def _is_set_alike(func: Any, args: Any) -> bool:
     for which it is to do."""
     if func is not torch.ops.aten.set_.source_Tensor or not all(type(one) is Placeholder for one in args):
         return False
-    (own, held), (given, lent) = ((one.spec.but(requires_grad=False), vars(one).get("_held_by")) for one in args)
-    return (own.shape, own.dtype, held) == (given.shape, given.dtype, lent) and None not in (held, lent)
+    own, given = ((one.spec.shape, one.spec.dtype, vars(one).get("_held_by")) for one in args)
+    return own == given and own[2] is not None
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:

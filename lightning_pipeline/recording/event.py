@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.partition.memory import ALIGNMENT
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.inference import Result
@@ -197,7 +198,7 @@ class Event:
             return
         for value, shares, own in zip(self.outputs, self.result.shares, self.result.begins, strict=False):
             base = self.inputs[shares[0]] if shares else None
-            begin = (own + (begins.get(base, 0) if type(base) is int else 0)) % 64
+            begin = (own + (begins.get(base, 0) if type(base) is int else 0)) % ALIGNMENT
             if value is not None and begin:
                 begins[value] = begin
         for slot, _, value in self.writes:

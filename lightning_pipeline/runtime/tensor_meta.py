@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.memory import contiguous_strides, laid_out
+from lightning_pipeline.partition.memory import begun_at, contiguous_strides, laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import are_dense, bytes_of, flat, is_dense
 
@@ -64,11 +64,16 @@ def device_of(spec: TensorSpec, own: torch.device) -> torch.device:
     return spec.device if spec.device.type == "cpu" else own
 
 
-def arrived(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """What `spec` says, made of a tensor that came in dense memory; to the host where the stage has it there."""
+def arrived(tensor: Tensor, spec: TensorSpec, begin: int = 0) -> Tensor:
+    """What `spec` says, made of a tensor that came in dense memory; to the host where the stage has it there.
+
+    Args:
+        begin: where the stage has it in memory (`memory.beginning`).
+    """
     if spec.device.type == "cpu" and not tensor.is_cpu:
         tensor = tensor.cpu()
-    return laid_out(tensor, spec.stride)
+    found = laid_out(tensor, spec.stride)
+    return begun_at(found, begin) if begin else found
 
 
 def from_memory(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
