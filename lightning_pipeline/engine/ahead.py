@@ -182,7 +182,8 @@ class EarlyForwards:
             are_fine &= bool(message[-1])
             specs = expectation.specs_of(reads)
             for value, spec, place in zip(reads, specs, places(specs), strict=True):
-                found[value] = from_bytes(message[place], spec).to(device_of(spec, self._device))
+                tensor = from_bytes(message[place], spec, state.beginning_of(value))
+                found[value] = tensor.to(device_of(spec, self._device))
         ahead.arriving = None
         ahead.has_answers = True
         ahead.answers = found if are_fine else None

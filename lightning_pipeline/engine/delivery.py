@@ -36,7 +36,7 @@ class Announcement:
         new: structures announced for the first time, by number.
         layouts: by micro-batch, layouts that differ from their structure's in constants.
         are_counted: whether the sizes are known.
-        beginnings: by micro-batch, where its small tensors begin in memory (`beginning`), if any is not 0.
+        beginnings: by micro-batch, where its tensors begin in memory (`beginning`), if any is not 0.
     """
 
     numbers: list[int]
@@ -138,7 +138,7 @@ class Delivery:
                     continue
                 # Copies rather than views, as on the other ranks.
                 copies = [tensor.detach().clone() for tensor in everywhere]
-                state.everywhere = in_memory(copies, state.structure, self._beginnings.get(state.index))
+                state.everywhere = in_memory(copies, state.structure, self._beginnings_of_small(state))
                 self._parts += map(_Part.of, everywhere, state.everywhere)
             for peer in range(1, self._num_ranks):
                 assert self._transport is not None
@@ -167,7 +167,7 @@ class Delivery:
             for (index, number), tensor in zip(sparse, received, strict=True):
                 states[index].everywhere[number] = tensor
         for state in states:
-            state.everywhere = in_memory(state.everywhere, state.structure, self._beginnings.get(state.index))
+            state.everywhere = in_memory(state.everywhere, state.structure, self._beginnings_of_small(state))
             # As on the first rank, so that all ranks ask for what stages have written into them.
             self._parts += (_Part.of(None, part) for part in state.everywhere)
 
@@ -207,6 +207,10 @@ class Delivery:
 
     # -- details ------------------------------------------------------------------------------------------------------
 
+    def _beginnings_of_small(self, state: Microbatch) -> list[int] | None:
+        found = self._beginnings.get(state.index)
+        return None if found is None else state.structure.split(found)[0]
+
     def _states(self, work: StepTask, announcement: Announcement) -> list[Microbatch]:
         total = sum(announcement.sizes)
         even = len(set(announcement.sizes)) == 1
@@ -221,6 +225,7 @@ class Delivery:
                 even=even,
                 is_counted=announcement.are_counted,
                 seed=mix(work.seed, index),
+                given_beginnings=self._structures[number].split(self._beginnings.get(index, ()))[1],
             )
             for index, number in enumerate(announcement.numbers)
         ]
@@ -243,8 +248,7 @@ class Delivery:
                 known = announcement.new.get(number) or self._structures[number]
                 if not _same(layout, known.layout):
                     announcement.layouts[index] = layout
-            small, _ = (announcement.new.get(number) or self._structures[number]).split(tensors)
-            beginnings = list(map(beginning, small)) if self._num_ranks > 1 else []
+            beginnings = list(map(beginning, tensors)) if self._num_ranks > 1 else []
             if any(beginnings):
                 announcement.beginnings[index] = beginnings
             announcement.numbers.append(number)

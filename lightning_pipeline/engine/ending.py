@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
-from lightning_pipeline.partition.memory import copied
+from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.kept_views import share_memory_again
@@ -33,12 +33,17 @@ _ROOM = 256
 
 @dataclass(slots=True)
 class Wanted:
-    """A value to which the user's code still refers when the step ends."""
+    """A value to which the user's code still refers when the step ends.
+
+    Attributes:
+        begin: where one process has it in memory (`memory.beginning`).
+    """
 
     place: Placeholder
     spec: TensorSpec
     owner: int
     data: Tensor | None
+    begin: int
 
 
 def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]]) -> list[Wanted]:
@@ -57,14 +62,18 @@ def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[i
             # One more is that of `written`, which the first rank needs only if it has not written itself.
             own = 3 + (owner_of[state.index][value] == 0 and any(place is one for one in state.written.values()))
             if sys.getrefcount(place) > own:
-                found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
+                found.append(_wanted(place, state, value, owner_of))
         twins = [] if state.recording is None else state.recording.twins
         for number in range(len(twins)):
             place = twins[number]
             if type(place) is Placeholder and place.recording is state.recording and sys.getrefcount(place) > 3:
-                value = place.value
-                found.append(Wanted(place, place.spec, owner_of[state.index][value], state.kept.get(value)))
+                found.append(_wanted(place, state, place.value, owner_of))
     return found
+
+
+def _wanted(place: Placeholder, state: Microbatch, value: int, owner_of: dict[int, dict[int, int]]) -> Wanted:
+    owner, data = owner_of[state.index][value], state.kept.get(value)
+    return Wanted(place, place.spec, owner, data, state.beginning_of(value))
 
 
 def end_step(
@@ -122,7 +131,7 @@ def end_step(
         assert one.data is not None
         with torch.no_grad():
             # A copy, as the stage's graph may have saved the tensor that it computed.
-            data = copied(one.data) if one.owner == rank else one.data.detach()
+            data = copied(one.data) if one.owner == rank else begun_at(one.data.detach(), one.begin)
             asks = one.spec.requires_grad and one.spec.is_leaf
             become(one.place, nn.Parameter(data, asks) if one.spec.is_parameter else data.requires_grad_(asks))
     for state in microbatches:

@@ -20,7 +20,7 @@ from lightning_pipeline.engine.leaf_gradients import refusing_gradient
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
 from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.memory import copied
+from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import run_event, values_made
@@ -73,7 +73,7 @@ class InOrder:
         self.specs: dict[int, TensorSpec] = dict(enumerate(specs))
         self.homes: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
         self.here: dict[tuple[int, int], Tensor] = {}
-        self._beginnings: dict[int, int] = {}
+        self._beginnings = {value: begin for value, begin in enumerate(state.given_beginnings) if begin}
         self.transfers = Transfers(state.index, placement, rank, direct, training=training)
         self._done: Event | None = None
         self._writes = ModuleWrites()
@@ -85,7 +85,7 @@ class InOrder:
             self.here.update(state.carried.here)
             for event in state.carried.program.events:
                 self._writes.of(event)
-            self._beginnings = {**before.beginnings}
+            self._beginnings.update(before.beginnings)
         self.rank_of = self.transfers.rank_of
         self._checkpointed = CheckpointedFunctions(self.seed)
         self._came_frozen: set[tuple[int, int]] = set()  # of `here`, the module's tensors that gave no gradients then
@@ -122,7 +122,8 @@ class InOrder:
             if self.direct is not None:
                 tensor = self.direct.spread(tensor, self.specs[value], owner)
             assert tensor is not None
-            found.append(copied(tensor) if owner == self.rank else tensor)
+            is_own = owner == self.rank
+            found.append(copied(tensor) if is_own else begun_at(tensor, self._beginnings.get(value, 0)))
         return found
 
     def data_of_module(self, number: int) -> Tensor:

@@ -260,6 +260,7 @@ class Microbatch:
         is_counted: whether `num_samples` is known, and not taken for 1.
         everywhere: tensors of the batch that every rank has.
         given: tensors of the batch that only the first rank has; empty elsewhere.
+        given_beginnings: where these begin in the first rank's memory (`memory.beginning`), on every rank.
         written: placeholders for those into which the step writes; for all of them until its Python ends.
         recording: the recording of the user's step; None before that has run.
         program: the program that it runs by the schedule; None if it runs in order or is not recorded yet.
@@ -290,6 +291,7 @@ class Microbatch:
     is_counted: bool = True
     everywhere: list[Tensor] = field(default_factory=list)
     given: list[Tensor] = field(default_factory=list)
+    given_beginnings: Sequence[int] = ()
     written: dict[int, Placeholder] = field(default_factory=dict)
     recording: Recording | None = None
     program: Program | None = None
@@ -321,6 +323,15 @@ class Microbatch:
         captured = self.captured
         for place, content in outdated.items():
             fill(captured[place].data, content)
+
+    def beginning_of(self, value: int) -> int:
+        """Where one process has a value in memory (`memory.beginning`), as far as its events tell."""
+        if value < len(self.given_beginnings):
+            return self.given_beginnings[value]
+        program = self.program
+        if program is None and self.recording is not None:
+            program = self.recording.event.program
+        return 0 if program is None else program.beginnings.get(value, 0)
 
     @property
     def captured(self) -> list[Any]:

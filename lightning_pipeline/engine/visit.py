@@ -217,8 +217,7 @@ class Visit:
             if strand.value < 0:
                 tensor = self._parameter(-1 - strand.value, spec)
             else:
-                begin = state.program.beginnings.get(strand.value, 0)
-                tensor = arrived(next(arriving).wait(what), spec, begin)
+                tensor = arrived(next(arriving).wait(what), spec, state.beginning_of(strand.value))
             if self._training and spec.requires_grad:
                 # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()

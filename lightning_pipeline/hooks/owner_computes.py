@@ -51,6 +51,7 @@ from lightning_pipeline.hooks.slices import (
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder, transform_error
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
@@ -271,7 +272,7 @@ class OwnerComputes(TorchFunctionMode):
                 return reduced(here[0], spec, args[1])
             return self._run(func, call, here)
         if kind is FunctionKind.CALLS:  # Python, which every rank runs
-            here = [one.detach().clone() for one in self._operands.gather_everywhere(call.tensors, name)]
+            here = [copied(one) for one in self._operands.gather_everywhere(call.tensors, name)]
             return self._meet(Tensor.copy_, (args[0], self._run(func, call, here)), {})
         if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
             return self._draw(func, call, name)

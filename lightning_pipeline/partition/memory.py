@@ -37,8 +37,11 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, where `clone` closes holes: kernels may treat others in another order."""
+    """A copy that begins alike, with the same strides, where `clone` closes holes: kernels may sum others otherwise."""
     tensor = tensor.detach()
+    begin = beginning(tensor)
+    if begin and tensor.numel() and not begin % tensor.element_size():
+        return _begun_at(tensor, begin)
     is_plain = tensor.layout is not torch.strided or tensor.is_contiguous() or not tensor.numel()
     return tensor.clone() if is_plain else _put_into(tensor, tensor.stride())
 
@@ -83,9 +86,14 @@ def offset_of(tensor: Tensor) -> int:
 
 def begun_at(tensor: Tensor, begin: int) -> Tensor:
     """A tensor, or a copy with its strides, that begins so many bytes past a multiple of 64."""
-    size = tensor.element_size()
-    if begin == beginning(tensor) or begin % size or not tensor.numel():
+    if begin == beginning(tensor) or begin % tensor.element_size() or not tensor.numel() or not tensor.is_cpu:
         return tensor
+    return _begun_at(tensor, begin)
+
+
+def _begun_at(tensor: Tensor, begin: int) -> Tensor:
+    """A copy that begins so many bytes past a multiple of 64."""
+    size = tensor.element_size()
     memory = torch.empty(extent(tensor.shape, tensor.stride()) + ALIGNMENT // size, dtype=tensor.dtype)
     start = (begin - memory.data_ptr()) % ALIGNMENT // size
     return fill(memory.as_strided(tensor.shape, tensor.stride(), start), tensor.detach()).data

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, refuse_memory
 from lightning_pipeline.partition.torch_functions import (
     FunctionKind,
@@ -53,7 +54,7 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
 def call_back(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `apply_` and the like: every rank calls the user's function with each element."""
     call = take_apart(func, args, kwargs)
-    data = [one.detach().clone() for one in data_of(recording, call)]
+    data = [copied(one) for one in data_of(recording, call)]
     with _torch.DisableTorchFunction():
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     return recording.record(Tensor.copy_, (args[0], found))

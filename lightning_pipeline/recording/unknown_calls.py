@@ -53,7 +53,7 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         pass  # an event, as the recomputation on its stage writes again
     elif are_hooked_by_module(func, args):
         pass  # an event, as gradients of a batch's tensor pass the module's hooks on its stage
-    elif not recording.is_ours(args) and not (kwargs and recording.is_ours(tuple(kwargs.values()))):
+    elif not _takes_ours(recording, func, args, kwargs):
         if recording.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
             return autograd_calls.read_gradient(recording, *args)
         return compute_everywhere(recording, func, kind, args, kwargs)
@@ -88,6 +88,13 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         with recording:
             return inner(*args, **kwargs)
     return add_call(recording, func, kind, args, kwargs)
+
+
+def _takes_ours(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes what not every rank has."""
+    if func is Tensor.__deepcopy__:
+        return recording.is_ours(args[:1])  # the memo has copies of other tensors
+    return recording.is_ours(args) or bool(kwargs and recording.is_ours(tuple(kwargs.values())))
 
 
 def _with_index_of_numbers(recording: Recording, args: Any) -> Any:

@@ -111,10 +111,14 @@ def as_bytes(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return bytes_of(flat(conform(tensor.detach(), spec)))
 
 
-def from_bytes(content: Tensor, spec: TensorSpec) -> Tensor:
-    """The value in a part of a message. It shares the message's memory if strides allow it."""
+def from_bytes(content: Tensor, spec: TensorSpec, begin: int = 0) -> Tensor:
+    """The value in a part of a message. It shares the message's memory if that lies as it should.
+
+    Args:
+        begin: where the stage has it in memory (`memory.beginning`).
+    """
     meta = wire(spec)
-    return laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), spec.stride)
+    return begun_at(laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), spec.stride), begin)
 
 
 def _padded(spec: TensorSpec) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning as L
@@ -9,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH = 8
-CLASSES = 4
-SAMPLES = 8
+WIDTH = int(os.environ.get("HABITS_WIDTH", "8"))
+CLASSES = int(os.environ.get("HABITS_CLASSES", "4"))
+SAMPLES = int(os.environ.get("HABITS_SAMPLES", "8"))
 """Of a batch, which is split into 4 micro-batches."""
 
 
