@@ -22,6 +22,7 @@ from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.beginnings import Beginnings
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, GRADIENTS_SWITCHED, Event
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import writes_beside
@@ -73,7 +74,7 @@ class InOrder:
         self.specs: dict[int, TensorSpec] = dict(enumerate(specs))
         self.homes: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
         self.here: dict[tuple[int, int], Tensor] = {}
-        self._beginnings = {value: begin for value, begin in enumerate(state.given_beginnings) if begin}
+        self._beginnings = Beginnings(len(specs))
         self.transfers = Transfers(state.index, placement, rank, direct, training=training)
         self._done: Event | None = None
         self._writes = ModuleWrites()
@@ -85,7 +86,7 @@ class InOrder:
             self.here.update(state.carried.here)
             for event in state.carried.program.events:
                 self._writes.of(event)
-            self._beginnings.update(before.beginnings)
+            self._beginnings = Beginnings(len(specs), before.beginnings)
         self.rank_of = self.transfers.rank_of
         self._checkpointed = CheckpointedFunctions(self.seed)
         self._came_frozen: set[tuple[int, int]] = set()  # of `here`, the module's tensors that gave no gradients then
@@ -123,8 +124,11 @@ class InOrder:
                 tensor = self.direct.spread(tensor, self.specs[value], owner)
             assert tensor is not None
             is_own = owner == self.rank
-            found.append(copied(tensor) if is_own else begun_at(tensor, self._beginnings.get(value, 0)))
+            found.append(copied(tensor) if is_own else begun_at(tensor, self._beginning_of(value)))
         return found
+
+    def _beginning_of(self, value: int) -> int:
+        return self._beginnings.of(value, self.state.given_beginnings)
 
     def data_of_module(self, number: int) -> Tensor:
         """The data of a tensor of the module, on every rank."""
@@ -197,7 +201,7 @@ class InOrder:
             if value is not None:
                 assert isinstance(spec, TensorSpec)
                 self.specs[value], self.homes[value] = spec, visit
-        event.note_beginnings(self._beginnings)
+        self._beginnings.note(event)
         for number, is_replaced in self._writes.of(event).items():
             self._note_written_again(number, visit, event)
             self._share_write(number, visit, event, is_replaced=is_replaced)
@@ -304,7 +308,7 @@ class InOrder:
         self, value: int, source: int, destination: int, spec: TensorSpec, own: Tensor | None, num_parts: int = 1
     ) -> Tensor:
         """Move a value, or a tensor of the module, from one visit to another that uses it for the first time."""
-        begin = self._beginnings.get(value, 0)
+        begin = self._beginning_of(value)
         moved = self.transfers.move(value, source, destination, spec, own, num_parts=num_parts, begin=begin)
         found = self.here[destination, value] = _NOTHING if moved is None else moved
         return found

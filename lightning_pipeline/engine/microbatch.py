@@ -325,13 +325,11 @@ class Microbatch:
             fill(captured[place].data, content)
 
     def beginning_of(self, value: int) -> int:
-        """Where one process has a value in memory (`memory.beginning`), as far as its events tell."""
-        if value < len(self.given_beginnings):
-            return self.given_beginnings[value]
+        """Where one process has a value in memory (`memory.beginning`)."""
         program = self.program
         if program is None and self.recording is not None:
             program = self.recording.event.program
-        return 0 if program is None else program.beginnings.get(value, 0)
+        return 0 if program is None else program.beginnings.of(value, self.given_beginnings)
 
     @property
     def captured(self) -> list[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.partition.memory import ALIGNMENT
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.inference import Result
@@ -188,23 +187,6 @@ class Event:
     def num_gradients(self, slot: int) -> int:
         """How often gradients go back to an operand."""
         return dict(self.result.repeats).get(slot, 1)
-
-    def note_beginnings(self, begins: dict[int, int]) -> None:
-        """Take in where the values that this event makes begin in memory, in bytes past a multiple of 64, if not at 0.
-
-        A stage that gets such a value has it there, too, as in one process: see `memory.beginning`.
-        """
-        if not begins and not any(self.result.begins):
-            return
-        for value, shares, own in zip(self.outputs, self.result.shares, self.result.begins, strict=False):
-            base = self.inputs[shares[0]] if shares else None
-            begin = (own + (begins.get(base, 0) if type(base) is int else 0)) % ALIGNMENT
-            if value is not None and begin:
-                begins[value] = begin
-        for slot, _, value in self.writes:
-            before = self.inputs[slot]
-            if type(before) is int and before in begins:
-                begins[value] = begins[before]
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.recording.beginnings import Beginnings
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue
 from lightning_pipeline.recording.repeated_uses import is_differentiable, passed_on
@@ -115,7 +116,7 @@ class Program:
         carries_gradients: whether any of them gives gradients.
         specs, homes: of each value, and the visit that makes it. Parameters whose gradients pass from visit to visit
             (`repeated_uses`) count as values, with numbers below zero, which the first visit that uses them makes.
-        beginnings: where values begin in memory (`Event.note_beginnings`), of those that do not at 0.
+        beginnings: where values begin in memory.
         visits: by number.
         functions: of visits, by number and the values that are kept, once they are made.
         gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
@@ -159,7 +160,7 @@ class Program:
         last = max((event.visit for event in self.events), default=0)
         self.visits = [VisitPlan() for _ in range(1 + max(last - self.begins, 0))]
         self.carried: dict[int, int] = {}
-        self.beginnings: dict[int, int] = {} if before is None else {**before.beginnings}
+        self.beginnings: Beginnings = Beginnings(self.num_given, None if before is None else before.beginnings)
         self.carries_gradients = False
         self.foreign: list[list[tuple[int, str]]] = [[] for _ in self.visits]
         self.leaves: list[int] = []
@@ -201,7 +202,7 @@ class Program:
                 if value is not None:
                     assert isinstance(spec, TensorSpec)
                     self.specs[value], self.homes[value] = spec, visit
-            event.note_beginnings(self.beginnings)
+            self.beginnings.note(event)
         for value, numbers in uses.items():
             if value in self.homes and any(self.visit_of(number) != self.homes[value] for number in numbers):
                 self._spread(value, None, self.homes[value], numbers, [0])

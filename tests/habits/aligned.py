@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -110,3 +111,72 @@ class OddPartBetweenReads(Odd):
         loss = F.cross_entropy(self.head(hidden), y)
         self.log("loss", loss / max(loss.item(), 1e-3))
         return loss
+
+
+@habit()
+class OddPartsRead(Odd):
+    """Steps that read a value, whose forwards run before their Python from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss.item())
+        return loss
+
+
+@habit()
+class OddPartsWritten(Odd):
+    """A batch that is written into by NumPy between its uses."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.layers[0](x)
+        x.numpy()[:, 0] = 0
+        loss = F.cross_entropy(self(x) + self.head(hidden), y)
+        self.log("loss", loss)
+        return loss
+
+
+@habit(plain=False)
+class OddPartsKept(Odd):
+    """Slices of hidden values are kept, and go through layers after the step."""
+
+    kept: list[Tensor]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = torch.cat([self.layers[0](x), self.layers[1](x)], 1)
+        self.kept = [*getattr(self, "kept", ())[-3:], hidden[:, 5 : 5 + ODD].detach()]
+        return F.cross_entropy(self(x), y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.log("kept", torch.stack([self(one).mean() for one in self.kept]).mean())
+
+
+@habit()
+class LargeOddTargets(Odd):
+    """Targets of more than 64 KiB a micro-batch, which the last layer takes whole and in slices."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return torch.randn(12, 503, ODD, generator=generator), torch.randn(12, 503, ODD, generator=generator)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, targets = batch
+        hidden = self.features(x[:, 1])
+        loss = F.mse_loss(hidden, self.layers[3](targets[:, 1])) + F.mse_loss(self.layers[2](targets), targets) * 0.1
+        self.log("loss", loss)
+        return loss
+
+
+@habit(plain=False)
+class OddBatchDeepCopied(Odd):
+    """A copy of a dictionary with the batch and a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.layers[0](batch[0]).detach()
+        copied = copy.deepcopy({"hidden": hidden, "batch": batch})
+        copied["hidden"].mul_(2)
+        x, y = copied["batch"]
+        return F.cross_entropy(self(x), y) + copied["hidden"].mean()
