@@ -188,8 +188,12 @@ class ParameterMap:
         return Ownership(self.num_ranks, self.rank, holders, frozenset(unseen))
 
     def used_repeatedly(self) -> set[str]:
-        """Names of parameters and buffers that several virtual stages use, on whichever ranks."""
-        return {name for known in self._tensors if len(known.stages) > 1 for name in known.names}
+        """Names of parameters and buffers that several virtual stages use, or may, on whichever ranks.
+
+        Until a training step has run, all ranks have what evaluation has used on one of them, and may use it.
+        """
+        repeated = [one for one in self._tensors if len(one.stages) > 1 or not (self._is_settled or one.certain)]
+        return {name for known in repeated for name in known.names}
 
     def used_by(self, stage: int) -> set[str]:
         """Names of parameters and buffers that this virtual stage uses, and no other."""
