@@ -15,6 +15,7 @@ first rank borrows the tensors that it lacks from ranks which wait for the batch
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -88,12 +89,17 @@ class FirstRank:
 
     Attributes:
         changes: of the module's tensors, by this rank.
+        history: a number that tells which of them first ranks have changed in hooks so far: as replicas ask for other
+            ranks, one of them may do what another does not.
+        last_changed: names of those that were changed last.
     """
 
     def __init__(self, module: nn.Module, direct: DirectTransport, keys: TensorKeys) -> None:
         self._direct = direct
         self._keys = keys
         self.changes = FirstRankChanges(module, direct)
+        self.history = 0
+        self.last_changed = ""
 
     def begin(self) -> None:
         """The hook asks for the rank."""
@@ -143,6 +149,7 @@ class FirstRank:
         if not self._direct.rank:
             changed = self.changes.found()
             self._direct.tell(_Over(stops, changed))
+            self._note(changed)
             if changed:
                 self.changes.give(changed)
             return stops
@@ -153,9 +160,15 @@ class FirstRank:
                     f"that asks for the rank: let every rank run it, as trainer.save_checkpoint"
                 )
             self._give(call)
+        self._note(call.changed)
         if call.changed:
             self.changes.take(call.changed)
         return call.stops
+
+    def _note(self, changed: Sequence[Changed]) -> None:
+        if changed:
+            self.last_changed = ", ".join(one.name for one in changed[:3]) + (" ..." if len(changed) > 3 else "")
+            self.history = zlib.crc32(repr([one.name for one in changed]).encode(), self.history)
 
     def _next_call(self, line: str) -> _Call:
         call = self._direct.hear(0, "the first rank's next call in a hook")

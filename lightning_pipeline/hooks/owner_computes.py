@@ -94,13 +94,13 @@ class OwnerComputes(TorchFunctionMode):
         self.states = OptimizerStates(self._exchanges, self._keys, self._rank)
         self.saved = SavedStates(self._exchanges, self._keys, self._rank)
         self.lending = Lending(direct, self._keys)
-        self._first_rank = FirstRank(module, direct, self._keys)
+        self.first_rank = FirstRank(module, direct, self._keys)
         self._have_met = False
         self._lent = LentMemory(module, self._rank, self._operands)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if in_hook.is_rank_known:
-            self._first_rank.changes.note(func, args)
+            self.first_rank.changes.note(func, args)
         if is_partial(args) or (kwargs and is_partial(kwargs.values())):
             return self._meet(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -116,7 +116,7 @@ class OwnerComputes(TorchFunctionMode):
             yield
             return
         in_hook.on, in_hook.is_rank_known = True, False
-        in_hook.when_rank_known = self._first_rank.begin
+        in_hook.when_rank_known = self.first_rank.begin
         self._gradients.forget()
         in_hook.thread = threading.get_ident()
         before = self._exchanges.number
@@ -128,7 +128,7 @@ class OwnerComputes(TorchFunctionMode):
             self._exchanges.send()
             self._lent.check()
             if in_hook.is_rank_known:
-                self.trainer.should_stop = self._first_rank.end(stops=self.trainer.should_stop)
+                self.trainer.should_stop = self.first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
                 # An optimizer that is stepped in the hook may have made states on the ranks that hold its parameters.
                 self._keys.number = max(self._exchanges.share("the end of a hook", self._keys.number))
@@ -182,7 +182,7 @@ class OwnerComputes(TorchFunctionMode):
         number = self._exchanges.number
         vars(self).update(vars(other))
         self._exchanges.number += number
-        in_hook.when_rank_known = self._first_rank.begin
+        in_hook.when_rank_known = self.first_rank.begin
 
     def make_whole(self, num_processes: int) -> None:
         """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.
@@ -315,7 +315,7 @@ class OwnerComputes(TorchFunctionMode):
     def _meet_first_rank(self, call: str, wanted: Sequence[Wanted], *keys: int | None) -> list[Tensor | None] | None:
         """`FirstRank.meet`, for a call in a hook that has asked for the rank."""
         self._exchanges.send()
-        return self._first_rank.meet((call, *keys, *users_lines()), users_line(), wanted)
+        return self.first_rank.meet((call, *keys, *users_lines()), users_line(), wanted)
 
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute the call; the others get placeholders."""

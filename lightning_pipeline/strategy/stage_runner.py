@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -266,9 +266,13 @@ class StageRunner:
         signals = merge(noted for *_, noted in numbers)
         replicas = self._session.replicas
         if replicas is not None and training:  # in evaluation they may have unequally many batches, and do not meet
-            gathered = replicas.gather_numbers(float(has_loss), signals)
-            has_loss = any(found for found, _ in gathered)
-            signals = merge(noted for _, noted in gathered)
+            outside = self._stages.owner_computes
+            history = 0 if outside is None else outside.first_rank.history
+            gathered = replicas.gather_numbers(float(has_loss), signals, float(history))
+            has_loss = any(found for found, *_ in gathered)
+            signals = merge(noted for _, noted, _ in gathered)
+            if outside is not None and len({history for *_, history in gathered}) > 1:
+                _refuse_parted(outside.first_rank.last_changed)
         self._signals.act_on(signals, by_all=training or replicas is None)
         return has_loss
 
@@ -317,6 +321,14 @@ def explain_single_sample(state: Microbatch, error: ValueError) -> None:
             f"micro-batch {state.index} has one sample, of which a batch norm has no statistics: give batches two "
             f"samples or more, as with DataLoader(drop_last=True) ({error})"
         ) from error
+
+
+def _refuse_parted(changed: str) -> NoReturn:
+    raise RuntimeError(
+        f"a hook has changed {changed or 'parameters or buffers'} on one replica alone, as it asks for the rank "
+        f"(rank_zero_only, global_rank, trainer.is_global_zero): replicas would go on with different values. Let every "
+        f"rank run the lines that change the module"
+    )
 
 
 def _integers(args: Sequence[Any]) -> list[int]:

@@ -16,6 +16,8 @@ from tests.habits.checkpointing import folder_of
 from tests.habits.modules import Evaluated, Layers
 from tests.habits.table import error, habit
 
+PARTED = error(r"a hook has changed .* on one replica alone.*Let every rank run")
+
 
 @habit(plain=False, shows=False)  # the file is compared
 class StatisticsOnFirstRank(Layers):
@@ -224,7 +226,7 @@ class Scaled(Evaluated):
         return super().forward(x) * self.scale
 
 
-@habit(plain=False, shows=False)
+@habit(plain=False, shows=False, replicated=PARTED)
 class InitialisedOnFirstRank(Layers):
     """The first rank alone scales weights, and replaces some, before training."""
 
@@ -236,7 +238,7 @@ class InitialisedOnFirstRank(Layers):
         self.head.bias.data = self.head.bias.data * 0.9
 
 
-@habit(plain=False, shows=False)
+@habit(plain=False, shows=False, replicated=PARTED)
 class ScaleOfFirstBatchOnFirstRank(Scaled):
     """The first rank alone assigns a buffer by its first batch, as latent diffusion does."""
 
@@ -247,7 +249,7 @@ class ScaleOfFirstBatchOnFirstRank(Scaled):
             self.register_buffer("scale", 1 / batch[0].flatten().std())
 
 
-@habit(plain=False, shows=False)
+@habit(plain=False, shows=False, replicated=PARTED)
 class ScaleAssignedOnFirstRank(Scaled):
     """The first rank alone assigns a buffer that a later stage has, when it has stages."""
 
@@ -256,7 +258,7 @@ class ScaleAssignedOnFirstRank(Scaled):
             self.scale = 1 / batch[0].std()
 
 
-@habit(plain=False, shows=False, calls=("fit", "validate"))
+@habit(plain=False, shows=False, calls=("fit", "validate"), replicated=PARTED)
 class ScaleWrittenOnFirstRank(Scaled):
     """The first rank alone writes into a buffer before validations, and all of them after batches."""
 

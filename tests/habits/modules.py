@@ -13,7 +13,7 @@ from torch import Tensor, nn
 WIDTH = int(os.environ.get("HABITS_WIDTH", "8"))
 CLASSES = int(os.environ.get("HABITS_CLASSES", "4"))
 SAMPLES = int(os.environ.get("HABITS_SAMPLES", "8"))
-"""Of a batch, which is split into 4 micro-batches."""
+"""Of a batch, which is split into 4 micro-batches. For the environment's, see ``python -m tests.habits --help``."""
 
 
 class Layer(nn.Module):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers
 from tests.habits.table import EQUAL, error, habit
 
+DENSE_ONLY = error(r"gradient of words\.weight is sparse.*replicas exchange dense ones only.*sparse=False")
+
 
 def graph() -> Tensor:
     """A ring of as many nodes as there are features."""
@@ -122,7 +124,7 @@ class Tokens(Layers):
         return super().features(self.words(x).mean(1))
 
 
-@habit()
+@habit(replicated=DENSE_ONLY)
 class SparseGradients(Tokens):
     """`nn.Embedding(sparse=True)` and SGD."""
 
@@ -170,7 +172,7 @@ class SparseLoss(Layers):
         return loss
 
 
-@habit(observed=["norms"], plain=False)
+@habit(observed=["norms"], plain=False, replicated=DENSE_ONLY)
 class SparseGradientsRead(Tokens):
     """Hooks look at gradients, of which an embedding's is sparse."""
 

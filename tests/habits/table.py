@@ -50,6 +50,7 @@ class Habit:
         module: makes the LightningModule.
         expectation: on stages.
         automatic: on stages that are cut automatically, where that is another: measuring runs the step more often.
+        replicated: with two replicas, where that is another.
         observed: names of the module's attributes that every rank has to have alike in the end; dots go inwards.
         calls: what is called of the Trainer, in this order.
         epochs, batches: how much there is to train on.
@@ -69,6 +70,7 @@ class Habit:
     module: Callable[[], L.LightningModule]
     expectation: Expectation = EQUAL
     automatic: Expectation | None = None
+    replicated: Expectation | None = None
     observed: tuple[str, ...] = ()
     calls: tuple[str, ...] = ("fit",)
     epochs: int = 2
@@ -84,6 +86,8 @@ class Habit:
     def expected_of(self, configuration: str) -> Expectation:
         if configuration == "plain":
             return EQUAL
+        if configuration.startswith("2x2"):
+            return self.replicated or self.expectation
         return (self.automatic if configuration.endswith("-auto") else None) or self.expectation
 
     @property

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.multiprocess
 load()
 PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 
+REPLICATED = "2x2-1f1b"
+"""Of the others, many come to something else with replicas, as they do with DDP."""
 BY_DEFAULT = {
     "2-1f1b": """
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
@@ -31,7 +33,7 @@ BY_DEFAULT = {
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
         BufferByEpoch ScheduledByNumpy FunctionsReplaced UntiedInSecondEpoch TiedHeadReplaced
         TargetCopiedAtStart PartsKept OddSamples SlicesOfLatents AdaptersFromSecondEpoch LayersInserted
-        PrunedByLightning EpisodesExchanged ObserversByChannel
+        PrunedByLightning EpisodesExchanged ObserversByChannel OddPartsRead LargeOddTargets
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
@@ -41,6 +43,7 @@ BY_DEFAULT = {
     """,
     "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
+    REPLICATED: "FitsAfterNormsWereAdapted SparseBuffers ScaleWrittenOnFirstRank",
 }
 """What runs by default, where it shows most: of each kind about one. An error ends a launch, so it comes last."""
 
@@ -95,7 +98,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for configuration in configurations:
         first = defaults.get(configuration, [])
-        others = [name for name in HABITS if name not in first] if with_slow else []
+        others = [name for name in HABITS if name not in first] if with_slow and configuration != REPLICATED else []
         for name in (*first, *others):
             if applies.get(configuration, lambda _: True)(HABITS[name]):
                 marks = [pytest.mark.slow] * (name not in first)
@@ -123,7 +126,7 @@ def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder:
 
 
 CONFIGURATIONS_OF: dict[object, Sequence[str]] = {
-    test_stages_come_to_what_one_process_does: CONFIGURATIONS,
+    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED),
     test_one_process_has_the_bits_of_plain_lightning: ("plain",),
     test_what_is_compared_shows_the_habit: ("without",),
 }
