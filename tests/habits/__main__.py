@@ -9,8 +9,8 @@ Other configurations: `plain` compares one process with Lightning alone, `withou
 is compared (there, being equal is a fault), and 1-1f1b runs one process again. The exit code is 1 where anything is not
 as the table says. NO REFERENCE is a habit that one process of this package already fails on.
 
-Most batches are powers of two. HABITS_WIDTH=13 HABITS_CLASSES=5 HABITS_SAMPLES=12 make them begin anywhere in memory, on
-which sums depend; some 50 habits that count on the usual sizes have no reference then.
+Most sizes are powers of two. With HABITS_WIDTH=13 HABITS_CLASSES=5 HABITS_SAMPLES=12, tensors begin anywhere in memory,
+on which sums depend; some 50 habits that count on the usual sizes have no reference then.
 
 With TESTS_ON=cuda or npu (see on_device.py), those habits are left out that one process fails on there.
 """

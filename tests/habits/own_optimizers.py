@@ -1,0 +1,122 @@
+"""Optimizers of the user's own, with methods that torch's do not have, which steps and hooks call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.habits.by_hand import ByHand
+from tests.habits.modules import Layers
+from tests.habits.table import habit
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM as its authors publish it: two halves of a step around another optimizer."""
+
+    def __init__(self, parameters: Any, base: type[torch.optim.Optimizer], rho: float, **options: Any) -> None:
+        super().__init__(parameters, dict(rho=rho, **options))
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        scale = self.param_groups[0]["rho"] / (self._norm() + 1e-12)
+        for parameter in self.trained():
+            self.state[parameter]["old"] = parameter.data.clone()
+            parameter.add_(parameter.grad * scale)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for parameter in self.trained():
+            parameter.data = self.state[parameter]["old"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def trained(self) -> list[Tensor]:
+        return [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        torch.enable_grad()(closure)()
+        self.first_step(zero_grad=True)
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+    def _norm(self) -> Tensor:
+        norms = [one.grad.norm(p=2) for one in self.trained() if one.grad is not None]
+        return torch.norm(torch.stack(norms), p=2)
+
+
+@habit(plain=False, without={"rho": 0.0})
+class SharpnessAwareByHand(ByHand):
+    """Both halves are called in the step, each after a backward."""
+
+    rho = 0.05
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        self.manual_backward(loss)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(self.loss(batch))
+        optimizer.second_step(zero_grad=True)
+
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), torch.optim.SGD, self.rho, lr=0.1, momentum=0.9)
+
+
+@habit(plain=False, without={"rho": 0.0})
+class SharpnessAwareByClosure(Layers):
+    """Automatic optimization gives the step a closure, which it calls before each half."""
+
+    rho = 0.05
+
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), torch.optim.SGD, self.rho, lr=0.1, momentum=0.9)
+
+
+class Averaging(torch.optim.SGD):
+    """Steps from one point and is evaluated at the mean of all of them, as schedule-free optimizers are."""
+
+    @torch.no_grad()
+    def note(self) -> float:
+        """Take in the weights of now. Returns how far their mean is from them."""
+        distance = 0.0
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            state = self.state[parameter]
+            state["count"] = state.get("count", 0) + 1
+            mean = state.setdefault("mean", torch.zeros_like(parameter))
+            mean.lerp_(parameter, 1 / state["count"])
+            distance += (mean - parameter).norm().item()
+        return distance
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            mean = self.state[parameter]["mean"]
+            parameter.data, self.state[parameter]["mean"] = mean.clone(), parameter.data.clone()
+
+
+@habit(plain=False)
+class AveragesByItsOwnMethod(ByHand):
+    """A method that returns a number is called in steps, and another one in hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        self.log("distance", optimizer.note())
+
+    def on_train_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.swap()
+
+    def configure_optimizers(self) -> Any:
+        return Averaging(self.parameters(), lr=0.1, momentum=0.9)
