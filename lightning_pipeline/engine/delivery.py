@@ -18,7 +18,7 @@ from lightning_pipeline.partition.microbatch import num_samples, overlaps, signa
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.tree import Layout
-from lightning_pipeline.runtime.tensor_meta import TensorMeta
+from lightning_pipeline.runtime.tensor_meta import TensorMeta, arrived, conform, wire
 from lightning_pipeline.runtime.topology import Channel
 from lightning_pipeline.runtime.transport import Transport
 
@@ -73,13 +73,16 @@ class Delivery:
     """Delivers the batches of one pipeline.
 
     Args:
-        rank: this rank's place in the pipeline, of `num_ranks`.
+        rank: this rank's place in the pipeline.
+        placement: the rank of each virtual stage. The first rank has the batches, and that of the first stage is given
+            their large tensors.
         transport: None where there is one rank.
     """
 
-    def __init__(self, rank: int, num_ranks: int, transport: Transport | None) -> None:
+    def __init__(self, rank: int, placement: Sequence[int], transport: Transport | None) -> None:
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._num_ranks = max(placement) + 1
+        self._first_stage = placement[0]
         self._transport = transport
         self._structures: OrderedDict[int, Structure] = OrderedDict()
         self._by_key: dict[Hashable, int] = {}
@@ -120,7 +123,7 @@ class Delivery:
         return self._states(work, announcement), tensors
 
     def deliver(self, states: list[Microbatch], tensors: list[list[Tensor]] | None) -> None:
-        """Send the small tensors of the batch to every rank."""
+        """Send the small tensors of the batch to every rank, and the large ones to that of the first stage."""
         self._parts = []
         sparse = [
             (state.index, number)
@@ -146,6 +149,8 @@ class Delivery:
                     self._transport.send(packed, peer, Channel.BATCH)
                 if sparse:
                     self._transport.send_object([states[i].everywhere[number] for i, number in sparse], peer)
+            if self._first_stage != 0:
+                self._send_large(states)
             return
         assert self._transport is not None
         for state in states:
@@ -170,6 +175,8 @@ class Delivery:
             state.everywhere = in_memory(state.everywhere, state.structure, self._beginnings_of_small(state))
             # As on the first rank, so that all ranks ask for what stages have written into them.
             self._parts += (_Part.of(None, part) for part in state.everywhere)
+        if self._rank == self._first_stage:
+            self._receive_large(states)
 
     def note_written(self) -> None:
         """Before the end of a step: note the parts into which stages have written, which get their data there."""
@@ -206,6 +213,30 @@ class Delivery:
                     tensor.copy_(part)
 
     # -- details ------------------------------------------------------------------------------------------------------
+
+    def _send_large(self, states: Sequence[Microbatch]) -> None:
+        assert self._transport is not None
+        for state in states:
+            for tensor, spec in zip(state.given, state.structure.large, strict=True):
+                if spec.stride is None:
+                    self._transport.send_object(tensor.detach(), self._first_stage)
+                else:
+                    self._transport.send(conform(tensor.detach(), spec), self._first_stage, Channel.BATCH)
+
+    def _receive_large(self, states: Sequence[Microbatch]) -> None:
+        """All receives are posted before the first wait, as sends may have to be received in their order."""
+        assert self._transport is not None
+        specs = [spec for state in states for spec in state.structure.large if spec.stride is not None]
+        arriving = iter([self._transport.recv(wire(spec), 0, Channel.BATCH) for spec in specs])
+        what = "a large tensor of the batch"
+        for state in states:
+            beginnings = state.given_beginnings or [0] * len(state.structure.large)
+            for spec, begin in zip(state.structure.large, beginnings, strict=True):
+                if spec.stride is None:
+                    tensor = self._transport.recv_object(0, what)
+                else:
+                    tensor = arrived(next(arriving).wait(what), spec, begin)
+                state.given.append(tensor.data.requires_grad_(spec.requires_grad))
 
     def _beginnings_of_small(self, state: Microbatch) -> list[int] | None:
         found = self._beginnings.get(state.index)

@@ -106,7 +106,7 @@ class Pipeline:
         self._schedule = schedule
         self._on_module_changed = on_module_changed
         self._programs: dict[tuple[bool, int], RankProgram] = {}
-        self._delivery = Delivery(rank, self.num_ranks, transport)
+        self._delivery = Delivery(rank, self.placement, transport)
         self._unchecked: float | None = None
 
     @property

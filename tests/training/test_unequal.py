@@ -9,7 +9,8 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy import measure, partitioner
@@ -110,13 +111,37 @@ def with_one_large_memory(folder: str) -> dict[str, Any]:
     return {"plan": trainer.strategy.plan.as_dict(), "placement": trainer.strategy.pipeline.placement}
 
 
+class LargeBatches(LitLayers):
+    """Batches whose tensors only the first stage gets; it writes into them, and reads a value on some steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        x, targets = batch
+        x.mul_(0.5)
+        loss = (self.layers(x[:, 1:]) - targets[:, 1:]).square().mean()
+        if batch_idx > 1 and x.mean() > 0:
+            loss = loss * 2
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("written", batch[0].abs().mean())
+
+
+def run_large_batches(world: int, config: Any) -> dict[str, Any]:
+    L.seed_everything(1, verbose=False)
+    trainer = pipeline_trainer(config, world=world, callbacks=[losses := Losses()], max_epochs=1)
+    data = TensorDataset(*torch.randn(2, 48, 27, 256, generator=torch.Generator().manual_seed(0)))
+    trainer.fit(LargeBatches(), DataLoader(data, batch_size=4 * NUM_MICROBATCHES))
+    return {"losses": losses.values, "written": trainer.callback_metrics["written"], "weights": weights(trainer)}
+
+
 def run_all(world: int, folder: str, names: list[str]) -> dict[str, Any]:
     if world == 1:
-        return {"one": run(1, {}, folder)}
+        return {"one": run(1, {}, folder), "large batches": run_large_batches(1, {})}
     found = {name: run(world, RUNS[name][0], folder, **RUNS[name][1]) for name in names}
     found["from the other cut"] = run(world, {"net.blocks.2": 1}, folder, ckpt_path=f"{folder}/{world}.ckpt")
     return {
         "runs": found,
+        "large batches": run_large_batches(world, {"layers.5": "1@0"}),
         "slow": on_one_slow_rank(),
         "memory": with_one_large_memory(folder),
     }
@@ -128,8 +153,13 @@ def ranks(tmp_path_factory: Any, wanted: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: Any) -> dict[str, Any]:
-    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), [], world=1)[0]["one"]
+def in_one_process(tmp_path_factory: Any) -> dict[str, Any]:
+    return launch(run_all, 1, str(tmp_path_factory.mktemp("one")), [], world=1)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(in_one_process: dict[str, Any]) -> dict[str, Any]:
+    return in_one_process["one"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in RUNS])
@@ -137,6 +167,12 @@ def test_the_bits_are_those_of_one_process(name: str, ranks: Any, expected: Any)
     found = ranks[0]["runs"][name]
     assert found["losses"] == expected["losses"]
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert not differing(found["weights"], expected["weights"])
+
+
+def test_large_tensors_of_a_batch_are_given_to_the_rank_of_the_first_stage(ranks: Any, in_one_process: Any) -> None:
+    found, expected = ranks[0]["large batches"], in_one_process["large batches"]
+    assert found["losses"] == expected["losses"] and found["written"] == expected["written"]
     assert not differing(found["weights"], expected["weights"])
 
 
