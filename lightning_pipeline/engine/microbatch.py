@@ -326,9 +326,7 @@ class Microbatch:
 
     def beginning_of(self, value: int) -> int:
         """Where one process has a value in memory (`memory.beginning`)."""
-        program = self.program
-        if program is None and self.recording is not None:
-            program = self.recording.event.program
+        program = self.recording.event.program if self.program is None and self.recording else self.program
         return 0 if program is None else program.beginnings.of(value, self.given_beginnings)
 
     @property

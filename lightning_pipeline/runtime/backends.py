@@ -119,7 +119,12 @@ def reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None = Non
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
-    """Give all ranks of a group the value of `tensor` on `source`, a global rank; for any dtype."""
+    """Give all ranks of a group the value of `tensor` on `source`, a global rank; for any dtype and layout."""
+    if tensor.layout is not torch.strided:
+        found = [tensor.detach().cpu()]
+        dist.broadcast_object_list(found, source, group)
+        tensor.copy_(found[0])
+        return
     value = tensor.detach().contiguous().resolve_conj().resolve_neg()
     dist.broadcast(flat(value), source, group)
     tensor.copy_(value)

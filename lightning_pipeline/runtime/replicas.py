@@ -95,13 +95,7 @@ class Replicas:
         source = self.topology.data_ranks[0]
         with waiting_for(f"the first replica's values, by {ranks(self.topology.data_ranks)}"):
             for tensor in tensors:
-                if tensor.layout is torch.strided:
-                    broadcast(tensor, source, self.group)
-                    continue
-                found: list[Any] = [tensor.detach().cpu()]
-                dist.broadcast_object_list(found, source, self.control_group)
-                with torch.no_grad():
-                    tensor.copy_(found[0])
+                broadcast(tensor, source, self.group)
 
     @property
     def _others(self) -> str:
