@@ -85,12 +85,21 @@ class SharedLoader:
     it does all else: the ranks' generators and samplers are in the same states.
 
     Args:
+        transport: gives that to the other stages, which a cut in mid-run may replace; None with one stage.
         whole: every stage gets the batches, not only their specs.
         lending: gives what lends the module's tensors to the first stage; None while every stage has them.
     """
 
-    def __init__(self, loader: Any, *, whole: bool, lending: Callable[[], Lending | None]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        transport: Callable[[], Transport | None],
+        *,
+        whole: bool,
+        lending: Callable[[], Lending | None],
+    ) -> None:
         self._loader = loader
+        self._current_transport = transport
         self._whole = whole
         self._lending = lending
         # Lightning finds stateful loaders by `isinstance` with a protocol, which skips `__getattr__` since Python 3.12.
@@ -119,13 +128,17 @@ class AnnouncedLoader(SharedLoader):
     """The first stage's loader: yields the batches as they are, and announces each to the other stages.
 
     Args:
-        transport: to the other stages; None with one stage.
         replicas: of a training loader, those whose loaders must give equally many batches; None checks nothing.
     """
 
-    def __init__(self, loader: Any, transport: Transport | None, replicas: Replicas | None, **options: Any) -> None:
-        super().__init__(loader, **options)
-        self._transport = transport
+    def __init__(
+        self,
+        loader: Any,
+        transport: Callable[[], Transport | None],
+        replicas: Replicas | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(loader, transport, **options)
         self._replicas = replicas
 
     def _shared(self) -> Iterator[Any]:
@@ -154,17 +167,19 @@ class AnnouncedLoader(SharedLoader):
         self._tell((_END, left))
 
     def _before(self) -> _Before | None:
-        return None if self._transport is None else _Before(self._loader, self._transport.device)
+        transport = self._current_transport()
+        return None if transport is None else _Before(self._loader, transport.device)
 
     def _borrowing(self) -> AbstractContextManager[None]:
         lending = self._lending()
         return nullcontext() if lending is None else lending.borrowing()
 
     def _tell(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
-        if self._transport is not None:
-            direct = DirectTransport(self._transport, _CPU)
-            for peer in range(1, len(self._transport.pipeline_ranks)):
-                self._transport.send_object(message, peer)
+        transport = self._current_transport()
+        if transport is not None:
+            direct = DirectTransport(transport, _CPU)
+            for peer in range(1, len(transport.pipeline_ranks)):
+                transport.send_object(message, peer)
                 for tensor in tensors:
                     direct.send(conform(tensor, TensorSpec.of(tensor)), peer)
 
@@ -181,9 +196,11 @@ class AnnouncedLoader(SharedLoader):
 class FollowingLoader(SharedLoader):
     """Another stage's loader, which reads no data: yields batches on the meta device, or the first stage's batches."""
 
-    def __init__(self, loader: Any, transport: Transport, **options: Any) -> None:
-        super().__init__(loader, **options)
-        self._transport = transport
+    @property
+    def _transport(self) -> Transport:
+        transport = self._current_transport()
+        assert transport is not None  # there is a stage to follow
+        return transport
 
     def _shared(self) -> Iterator[Any]:
         self._follow(self._hear("the first stage's iterator"))

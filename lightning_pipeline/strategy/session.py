@@ -273,8 +273,8 @@ class Session:
         replicas = self.replicas if self.module.trainer.training else None
         options: dict[str, Any] = {"whole": self._shares_batches, "lending": self._lending}
         if self.transport is None or self.topology.is_first_stage:
-            return AnnouncedLoader(loader, self.transport, replicas, **options)
-        return FollowingLoader(loader, self.transport, **options)
+            return AnnouncedLoader(loader, lambda: self.transport, replicas, **options)
+        return FollowingLoader(loader, lambda: self.transport, **options)
 
     def _lending(self) -> Lending | None:
         owner_computes = self.stages.owner_computes

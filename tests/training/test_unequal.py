@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.strategy import measure, partitioner
@@ -26,6 +27,7 @@ from tests.training.runs import (
     pipeline_trainer,
     weights,
 )
+from tests.training.unequal import WIDTH as LAYER_WIDTH
 from tests.training.unequal import LitLayers, SlowedDown, rows
 
 pytestmark = pytest.mark.multiprocess
@@ -134,14 +136,60 @@ def run_large_batches(world: int, config: Any) -> dict[str, Any]:
     return {"losses": losses.values, "written": trainer.callback_metrics["written"], "weights": weights(trainer)}
 
 
+class Computed(IterableDataset):
+    """The samples that a function computes."""
+
+    def __init__(self, samples: Callable[[], Iterator[Tensor]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self.samples()
+
+
+class ComputesItsSamples(LitLayers):
+    """Its loader computes samples with all layers."""
+
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return self.layers(batch).square().mean()
+
+    def samples(self) -> Iterator[Tensor]:
+        sample = torch.linspace(-1, 1, LAYER_WIDTH)
+        for _ in range(3 * NUM_MICROBATCHES):
+            with torch.no_grad():
+                sample = self.layers(sample) + torch.randn(LAYER_WIDTH)
+            yield sample
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Computed(self.samples), batch_size=NUM_MICROBATCHES)
+
+
+def run_computed_samples(world: int) -> dict[str, Any]:
+    """On two ranks the plan that is made before the first step puts the first stage on the second one."""
+
+    def swapped(self: Any, config: Any, *options: Any) -> Any:
+        return resolved(self, dict.fromkeys(config, "1@0"), *options)
+
+    resolved = partitioner.Partitioner._resolved
+    L.seed_everything(1, verbose=False)
+    with mock.patch.object(partitioner.Partitioner, "_resolved", swapped), measured_shortly():
+        trainer = pipeline_trainer("auto", world=world, callbacks=[losses := Losses()], max_epochs=1)  # type: ignore[arg-type]
+        trainer.fit(ComputesItsSamples())
+    return {"losses": losses.values, "placement": trainer.strategy.pipeline.placement, "weights": weights(trainer)}
+
+
 def run_all(world: int, folder: str, names: list[str]) -> dict[str, Any]:
     if world == 1:
-        return {"one": run(1, {}, folder), "large batches": run_large_batches(1, {})}
+        return {
+            "one": run(1, {}, folder),
+            "large batches": run_large_batches(1, {}),
+            "computed samples": run_computed_samples(1),
+        }
     found = {name: run(world, RUNS[name][0], folder, **RUNS[name][1]) for name in names}
     found["from the other cut"] = run(world, {"net.blocks.2": 1}, folder, ckpt_path=f"{folder}/{world}.ckpt")
     return {
         "runs": found,
         "large batches": run_large_batches(world, {"layers.5": "1@0"}),
+        "computed samples": run_computed_samples(world),
         "slow": on_one_slow_rank(),
         "memory": with_one_large_memory(folder),
     }
@@ -173,6 +221,13 @@ def test_the_bits_are_those_of_one_process(name: str, ranks: Any, expected: Any)
 def test_large_tensors_of_a_batch_are_given_to_the_rank_of_the_first_stage(ranks: Any, in_one_process: Any) -> None:
     found, expected = ranks[0]["large batches"], in_one_process["large batches"]
     assert found["losses"] == expected["losses"] and found["written"] == expected["written"]
+    assert not differing(found["weights"], expected["weights"])
+
+
+def test_loaders_follow_a_plan_that_moves_the_first_stage(ranks: Any, in_one_process: Any) -> None:
+    found, expected = ranks[0]["computed samples"], in_one_process["computed samples"]
+    assert found["placement"] == (1, 0)
+    assert found["losses"] == expected["losses"]
     assert not differing(found["weights"], expected["weights"])
 
 
