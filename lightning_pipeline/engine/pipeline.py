@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_pipeline.engine.collectives import over_replicas
 from lightning_pipeline.engine.context import ContextRanks
@@ -57,7 +58,7 @@ class Pipeline:
         num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
         offload: the share of a virtual stage's activations that goes to host memory while they wait for their backward.
         counts_bytes: observed steps count the bytes of activations, as they do if any go to host memory.
-        on_module_changed: called if the module's tensors are not those of the last step.
+        on_module_changed: called if the module's tensors are not those of the last step, with those that it lost.
         context: the ranks that share this one's sequences; None if each has its own.
         world: the replicas, which draw other random numbers each.
     """
@@ -76,7 +77,7 @@ class Pipeline:
         num_microbatches: int,
         offload: float = 0,
         counts_bytes: bool = False,
-        on_module_changed: Callable[[], None] = lambda: None,
+        on_module_changed: Callable[[list[Tensor]], None] = lambda lost: None,
         context: ContextRanks | None = None,
         world: World | None = None,
     ) -> None:
@@ -216,8 +217,9 @@ class Pipeline:
 
     def take_in(self) -> None:
         """Take in what hooks have put into the module. All ranks must call it."""
-        if self._shared.tensors.refresh():
-            self._on_module_changed()
+        lost = self._shared.tensors.refresh()
+        if lost is not None:
+            self._on_module_changed(lost)
             self.recorder.forget()
 
     def _note_module(self) -> None:

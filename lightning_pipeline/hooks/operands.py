@@ -133,6 +133,13 @@ class TensorKeys:
                 self._held.append(tensor)
         return tensor
 
+    def note_changed(self, tensors: Iterable[Tensor]) -> None:
+        """Give keys to what the module was given or has lost in mid-run, as the user may keep it. All ranks must call
+        it."""
+        for tensor in tensors:
+            if _KEY not in tensor.__dict__:
+                self.note(tensor, holders_of(tensor))
+
     def hold(self) -> None:
         """Keep what hooks have made until `let_go`, as another rank may still need what this one is done with."""
         self._held = list(self._made.values())
@@ -140,6 +147,10 @@ class TensorKeys:
     def let_go(self) -> None:
         """Undo `hold`."""
         self._held = None
+
+    def forget_key(self, tensor: Tensor) -> None:
+        """A tensor is the module's, and whole."""
+        tensor.__dict__.pop(_KEY, None)
 
     def kept(self) -> dict[int, Tensor]:
         """What hooks have made, that the user has kept and not all ranks hold, by its latest key.

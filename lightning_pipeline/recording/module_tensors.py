@@ -55,8 +55,11 @@ class ModuleTensors:
         self._modules: list[nn.Module] = []
         self._read()
 
-    def refresh(self) -> bool:
-        """Take in what the module has been given since. Returns whether there was anything.
+    def refresh(self) -> list[Tensor] | None:
+        """Take in what the module has been given since.
+
+        Returns:
+            Those that are not in it any more; None if nothing has changed.
 
         Raises:
             NotImplementedError: a tensor has another name than before, and replicas keep slices.
@@ -68,7 +71,7 @@ class ModuleTensors:
             and all(slots.get(key) is self.tensors[number] for slots, key, number in self._slots)
             and sum([len(module._parameters) + len(module._buffers) for module in modules]) == self._num_slots
         ):
-            return False
+            return None
         tensors, names_before = [*self.tensors], [*self.names]
         homes, lowest, holders, written = [*self.homes], [*self.lowest], [*self.holders], {*self.written}
         self._read()
@@ -88,7 +91,7 @@ class ModuleTensors:
             if len(heirs) == 1:  # or it was tied, and nobody knows which of those a stage used
                 self.holders[min(heirs)] |= holders[before]
             self.written |= heirs if before in written else set()
-        return True
+        return [tensor for tensor in tensors if self.number_of(tensor) is None]
 
     def _check_may_move(self, before: str, number: int) -> None:
         if self.are_in_slices and holders_of(self.tensors[number]) is not None:

@@ -125,18 +125,18 @@ class LocalModule:
             self._update_ownership()
         return is_new
 
-    def take_given(self) -> bool:
+    def take_given(self) -> list[Tensor]:
         """Give ranks what the module has been given in the places of tensors that only some of them hold, as copies of
         other stages' layers. All ranks must call it, and then release what they do not hold.
 
         Returns:
-            Whether there was anything.
+            The tensors.
 
         Raises:
             NotImplementedError: one tensor is in places that different ranks hold.
         """
         if self._transport is None:
-            return False
+            return []
         given: dict[int, tuple[str, Tensor]] = {}
         names: dict[int, str] = {}
         for name, tensor in named_tensors(self._module):
@@ -155,7 +155,7 @@ class LocalModule:
             self._sharing = tensors_that_share_memory(self._module)
         elsewhere = {id(tensor): held for _, tensor in given.values() if (held := holders_of(tensor)) is not None}
         self._spread([(name, tensor, elsewhere[key][0]) for key, (name, tensor) in given.items() if key in elsewhere])
-        return bool(given)
+        return [tensor for _, tensor in given.values()]
 
     def _update_ownership(self) -> None:
         self.ownership = self.placement.ownership()

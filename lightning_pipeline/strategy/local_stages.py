@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline.engine.context import ContextRanks
@@ -180,13 +180,18 @@ class LocalStages:
             self.release_remote()
             self._on_released()
 
-    def _note_new_tensors(self) -> None:
+    def _note_new_tensors(self, lost: list[Tensor]) -> None:
         is_new = self.local.note_new_tensors()
-        if is_given := self.local.take_given() and self._is_settled:
+        given = self.local.take_given()
+        if not self._is_settled:
+            given = []
+        if given:
             self.release_remote()
         else:
             self.gradients.settle(self.local.ownership)
-        if is_new or is_given or not self._sharded:  # slices, and what steps gather them into, are no new parameters
+        if self.owner_computes is not None and not self.has_slices:
+            self.owner_computes.keys.note_changed([*lost, *given])
+        if is_new or given or not self._sharded:  # slices, and what steps gather them into, are no new parameters
             self._on_moved()
             self._on_released()
 

@@ -19,6 +19,7 @@ from lightning_pipeline.engine.draws import Draws, set_aside
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.batches import microbatches_of
@@ -182,6 +183,7 @@ class TrialSteps:
             holders=lambda number: range(plan.num_stages),
             schedule=schedules,
             num_microbatches=plan.num_microbatches,
+            world=World(topology),  # other replicas, which try plans at the same time, are taken to be like this one
         )
 
     def _seconds(self, pipeline: Pipeline) -> float:

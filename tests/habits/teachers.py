@@ -465,6 +465,17 @@ class ValidatesCopyInPlace(Evaluated):
         self.layers = self.kept[0]
 
 
+@habit(plain=False, shows=False, observed=tuple(f"replaced.{n}.linear.weight" for n in range(2)))
+class KeepsReplacedLayers(Evaluated):
+    """Layers that were replaced in mid-run are kept, and read after the run."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.replaced = [self.layers[0], self.layers[3]]
+            for number in (0, 3):
+                self.layers[number] = copy.deepcopy(self.layers[number])
+
+
 class ValidatesCopies(L.Callback):
     """A new copy takes the module's place in each validation, and is saved."""
 
