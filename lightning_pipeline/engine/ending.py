@@ -46,11 +46,14 @@ class Wanted:
     begin: int
 
 
-def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]]) -> list[Wanted]:
+def wanted_values(
+    microbatches: Sequence[Microbatch], owner_of: dict[int, dict[int, int]], first_stage: int
+) -> list[Wanted]:
     """The values to which the user's code still refers.
 
     Args:
         owner_of: for each micro-batch, the rank that computed each value.
+        first_stage: that stage's rank.
     """
     found = []
     for state in microbatches:
@@ -59,8 +62,10 @@ def wanted_values(microbatches: Sequence[Microbatch], owner_of: dict[int, dict[i
             if type(place) is not Placeholder or place.recording is not state.recording:
                 continue  # a later micro-batch has modified it in place
             # Three references are our own: the table's, this variable's, and that of the call to getrefcount.
-            # One more is that of `written`, which the first rank needs only if it has not written itself.
-            own = 3 + (owner_of[state.index][value] == 0 and any(place is one for one in state.written.values()))
+            # One more is that of `written`: the first rank needs what it has not written into the loader's own tensors,
+            # as it does if it has the first stage, too.
+            in_place = owner_of[state.index][value] == first_stage == 0
+            own = 3 + (in_place and any(place is one for one in state.written.values()))
             if sys.getrefcount(place) > own:
                 found.append(_wanted(place, state, value, owner_of))
         twins = [] if state.recording is None else state.recording.twins

@@ -315,7 +315,7 @@ class PipelineStep:
         shared, work, states = self.shared, self.work, self.states
         assert shared.transport is not None
         owners = {state.index: {value: shared.owner(state, value) for value in state.places} for state in states}
-        wanted = wanted_values(states, owners)
+        wanted = wanted_values(states, owners, shared.placement[0])
         if shared.context is not None:
             check_alike(states, wanted, shared.context.control_group)
         if work.results_on is not None and not work.waits and not wanted and not shared.has_learned:

@@ -10,15 +10,17 @@ into or assigns::
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
-from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.runtime.direct import DirectTransport
 
 
@@ -48,18 +50,33 @@ class FirstRankChanges:
         self._direct = direct
         self._before: dict[str, _Seen] = {}
         self._written: set[int] = set()
+        self._copies: dict[int, _torch.StorageWeakRef] = {}
 
     def begin(self) -> None:
         """Take note of the module's tensors as they are."""
         self._written = set()
+        self._copies = {}
         tensors = _tensors_of(self._module).items()
         self._before = {name: _Seen(tensor, _version(tensor), memory_of(tensor)) for name, tensor in tensors}
 
+    def note_copy(self, tensor: Tensor) -> None:
+        """The first rank alone has this copy of another rank's tensor, and goes on with it, or with views such as
+        ``.data``. The weak reference keeps the number of its memory from being given to other memory."""
+        if tensor.layout is torch.strided:
+            self._copies[memory_of(tensor)] = _torch.StorageWeakRef(tensor.untyped_storage())
+
     def note(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Take note of a call that may write into memory by a tensor with a version of its own, as ``.data`` gives."""
+        """Take note of a call that may write into memory by a tensor with a version of its own, as ``.data`` gives.
+
+        Raises:
+            NotImplementedError: it writes into a copy of what another rank holds, which would not see that.
+        """
         if args and kind_of(func) is FunctionKind.WRITES:
             written = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            self._written.update(memory_of(tensor) for tensor in written if isinstance(tensor, Tensor))
+            memories = {memory_of(tensor) for tensor in written if isinstance(tensor, Tensor)}
+            if not self._copies.keys().isdisjoint(memories):
+                refuse_change_alone(function_name(func))
+            self._written |= memories
 
     def found(self) -> tuple[Changed, ...]:
         """What this rank has changed, and holds."""
@@ -119,6 +136,13 @@ class FirstRankChanges:
             module._buffers[name] = data
         else:
             module.register_buffer(name, data)
+
+
+def refuse_change_alone(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): let every "
+        f"rank run it"
+    )
 
 
 def _version(tensor: Tensor) -> int:

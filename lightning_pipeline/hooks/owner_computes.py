@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted, wanted_of
+from lightning_pipeline.hooks.first_rank_changes import refuse_change_alone
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.lent_memory import LentMemory
 from lightning_pipeline.hooks.operands import (
@@ -76,6 +77,7 @@ class OwnerComputes(TorchFunctionMode):
         direct: to the other ranks of the pipeline.
 
     Attributes:
+        keys: of tensors that hooks make and use.
         trainer: has `should_stop`, which the first rank decides where a hook asks for the rank.
     """
 
@@ -89,12 +91,12 @@ class OwnerComputes(TorchFunctionMode):
         self._rank = direct.rank
         self._exchanges = Exchanges(direct)
         self._operands = Operands(direct, self._exchanges)
-        self._keys = TensorKeys(recorder.tensors)
-        self._gradients = ParameterGradients(module, self._exchanges, self._operands, self._keys)
-        self.states = OptimizerStates(self._exchanges, self._keys, self._rank)
-        self.saved = SavedStates(self._exchanges, self._keys, self._rank)
-        self.lending = Lending(direct, self._keys)
-        self.first_rank = FirstRank(module, direct, self._keys)
+        self.keys = TensorKeys(recorder.tensors)
+        self._gradients = ParameterGradients(module, self._exchanges, self._operands, self.keys)
+        self.states = OptimizerStates(self._exchanges, self.keys, self._rank)
+        self.saved = SavedStates(self._exchanges, self.keys, self._rank)
+        self.lending = Lending(direct, self.keys)
+        self.first_rank = FirstRank(module, direct, self.keys)
         self._have_met = False
         self._lent = LentMemory(module, self._rank, self._operands)
 
@@ -123,7 +125,7 @@ class OwnerComputes(TorchFunctionMode):
         try:
             states = self.states.shown() if shows_states else nullcontext()
             noted = _torch.before_collectives(self._note_collective)
-            with absent_state_expected(), noted, parameters_seen(self._keys), gathered_by_hooks(), states, self:
+            with absent_state_expected(), noted, parameters_seen(self.keys), gathered_by_hooks(), states, self:
                 yield
             self._exchanges.send()
             self._lent.check()
@@ -131,10 +133,10 @@ class OwnerComputes(TorchFunctionMode):
                 self.trainer.should_stop = self.first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
                 # An optimizer that is stepped in the hook may have made states on the ranks that hold its parameters.
-                self._keys.number = max(self._exchanges.share("the end of a hook", self._keys.number))
+                self.keys.number = max(self._exchanges.share("the end of a hook", self.keys.number))
         finally:
             in_hook.on = False
-            self._keys.let_go()
+            self.keys.let_go()
 
     def _note_collective(self) -> None:
         """The user's code is about to ask for the rank, or to wait for other ranks in a collective of its own."""
@@ -194,7 +196,8 @@ class OwnerComputes(TorchFunctionMode):
         """
         for parameter in self._module.parameters():
             parameter.__dict__.pop("_gradient", None)
-        share_kept(self._keys, self._exchanges, self._direct, available_bytes() // (2 * num_processes))
+            self.keys.forget_key(parameter)
+        share_kept(self.keys, self._exchanges, self._direct, available_bytes() // (2 * num_processes))
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The data of tensors, on every rank. All ranks must call it.
@@ -203,7 +206,7 @@ class OwnerComputes(TorchFunctionMode):
         """
         with _torch.DisableTorchFunction():
             if in_hook.is_rank_known and is_partial(tensors):
-                found = self._meet_first_rank("whole", wanted_of(self._keys, tensors))
+                found = self._meet_first_rank("whole", wanted_of(self.keys, tensors))
                 if found is not None:
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
             return [one.detach() for one in self._operands.gather_everywhere(tensors, what)]
@@ -229,7 +232,7 @@ class OwnerComputes(TorchFunctionMode):
         # These take a tensor as it is, and not its data.
         if name == "__deepcopy__":
             with _torch.DisableTorchFunctionSubclass():
-                return self._keys.copy(*args)
+                return self.keys.copy(*args)
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
             return self._gradients.set(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):
@@ -290,17 +293,18 @@ class OwnerComputes(TorchFunctionMode):
         """The result on the first rank, if it runs the call alone with operands of other ranks; else `_TOGETHER`."""
         call = take_apart(func, args, kwargs)
         is_gradient = name in ("grad.__get__", "_grad.__get__")
-        keys = [self._keys.key_of(tensor) for tensor in call.tensors]
-        found = self._meet_first_rank(name, wanted_of(self._keys, call.tensors, gradient=is_gradient), *keys)
+        keys = [self.keys.key_of(tensor) for tensor in call.tensors]
+        found = self._meet_first_rank(name, wanted_of(self.keys, call.tensors, gradient=is_gradient), *keys)
         if found is None:
             return _TOGETHER
         refuse_window_of_first_rank(call.tensors, name, writes=kind is FunctionKind.WRITES)
         is_written = kind is FunctionKind.WRITES and holders_of(call.tensors[0]) not in (None, (0,))
         if is_written or kind is FunctionKind.HOOKS or kind is FunctionKind.BACKWARD:
-            raise NotImplementedError(
-                f"{name} changes what another stage holds, in code that the first rank alone runs ({users_line()}): "
-                f"let every rank run it"
-            )
+            refuse_change_alone(name)
+        if name not in ("__deepcopy__", "__reduce_ex__"):
+            for one in found:
+                if one is not None:
+                    self.first_rank.changes.note_copy(one)
         with _torch.DisableTorchFunction():
             if is_gradient:
                 return found[0] if found else args[0].grad
@@ -351,7 +355,7 @@ class OwnerComputes(TorchFunctionMode):
                     given = TensorSpec.of(made[index])
                     raise RuntimeError(f"{name} gave {given} where {known} was expected ({users_line()})")
                 else:
-                    self._keys.note(made[index], where)
+                    self.keys.note(made[index], where)
             return tree.rebuild(layout, made)
         if _torch.num_dispatch_modes():  # as the counter of operations that Lightning's summary of the model enters
             with suppress(Exception):
@@ -362,7 +366,7 @@ class OwnerComputes(TorchFunctionMode):
         return tree.rebuild(
             result.layout,
             [
-                call.tensors[known] if isinstance(known, int) else self._keys.note(placeholder(known, name), where)
+                call.tensors[known] if isinstance(known, int) else self.keys.note(placeholder(known, name), where)
                 for known in result.tensors
             ],
         )
@@ -388,7 +392,7 @@ class OwnerComputes(TorchFunctionMode):
             elif name in NEEDS_ONLY_SPECS and held[0] is not None:
                 if not self._is_among(held[0]):
                     made[index] = tensor = placeholder(TensorSpec.of(tensor), name)
-                self._keys.note(tensor, held[0])
+                self.keys.note(tensor, held[0])
         return tree.rebuild(layout, made)
 
     def _is_among(self, holders: Holders) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.habits.checkpointing import folder_of
 from tests.habits.modules import Evaluated, Layers
-from tests.habits.table import error, habit
+from tests.habits.table import EQUAL, error, habit
 
 PARTED = error(r"a hook has changed .* on one replica alone.*Let every rank run")
 
@@ -236,6 +236,21 @@ class InitialisedOnFirstRank(Layers):
             self.head.weight.mul_(0.5)
         self.layers[0].linear.weight.data.mul_(0.7)
         self.head.bias.data = self.head.bias.data * 0.9
+
+
+@habit(
+    expect=error(r"mul_ changes what another stage holds, in code that the first rank alone .*first_rank\.py:\d+"),
+    automatic=EQUAL,  # before the module is cut, every rank holds it all
+    plain=False,
+    shows=False,
+)
+class ScalesDataOnFirstRank(Layers):
+    """The first rank alone scales weights of other stages through `.data`, which has a version of its own."""
+
+    @rank_zero_only
+    def on_fit_start(self) -> None:
+        for layer in self.layers:
+            layer.linear.weight.data.mul_(0.7)
 
 
 @habit(plain=False, shows=False, replicated=PARTED)

@@ -33,8 +33,10 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.partition.rng import mix
+from lightning_pipeline.partition.stage_map import StageMap, resolve
 from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.strategy import partitioner, stage_runner
+from lightning_pipeline.strategy.partitioner import Partitioner
 from tests import on_device
 from tests.habits.table import HABITS, Habit, load
 
@@ -49,6 +51,7 @@ class Configuration:
     ours, "plain" is Lightning alone, and "without" is one process of a module that does without the habit.
 
     "2x2-1f1b-fsdp" are two replicas, which get the same samples, draw the same numbers, and come to what one does.
+    In "2-1f1b-reversed" the last rank has the first stage, in "2-auto-reversed" as soon as the module is cut.
     """
 
     stages: int
@@ -56,6 +59,7 @@ class Configuration:
     kind: str = "stages"
     replicas: int = 1
     data_parallel: str = "replicate"
+    is_reversed: bool = False
 
     @property
     def world(self) -> int:
@@ -75,7 +79,8 @@ class Configuration:
             raise ValueError(
                 f"{text!r} is no configuration: write stages and schedule, such as 2-1f1b or 4-zero_bubble"
             )
-        return cls(int(stages), schedule)
+        schedule, _, order = schedule.partition("-")
+        return cls(int(stages), schedule, is_reversed=order == "reversed")
 
     @property
     def parts(self) -> int:
@@ -96,6 +101,14 @@ def stage_config(module: Any, parts: int) -> dict[str, int]:
     """What a user would write for a habit's module."""
     config = cuts(module.chain(), parts) | dict.fromkeys(module.on_last_stage, parts - 1)
     return config | {new: config[old] for new, old in module.beside.items() if old in config}
+
+
+def resolved_reversed(self: Partitioner, config: Mapping[str, Any], has_virtual_stages: bool) -> StageMap:
+    """`Partitioner._resolved` with the first stage on the last rank, and so on."""
+    stages = {name: int(str(stage).partition("@")[0]) for name, stage in config.items()}  # a plan may name ranks itself
+    count = self._num_stages
+    config = {name: f"{stage}@{count - 1 - stage % count}" for name, stage in stages.items()}
+    return resolve(self._module, config, count, has_virtual_stages=has_virtual_stages)
 
 
 class Keeping(Logger):
@@ -186,6 +199,9 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         contextlib.redirect_stdout(printed),
         mock.patch.object(partitioner, "print_plan"),
         mock.patch.object(stage_runner, "mix", mixed_alike if configuration.replicas > 1 else stage_runner.mix),
+        mock.patch.object(
+            Partitioner, "_resolved", resolved_reversed if configuration.is_reversed else Partitioner._resolved
+        ),
     ):
         returned = [call(trainer, module, name, habit, is_plain) for name in habit.calls]
     return {

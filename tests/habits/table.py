@@ -88,7 +88,7 @@ class Habit:
             return EQUAL
         if configuration.startswith("2x2"):
             return self.replicated or self.expectation
-        return (self.automatic if configuration.endswith("-auto") else None) or self.expectation
+        return (self.automatic if "-auto" in configuration else None) or self.expectation
 
     @property
     def full_name(self) -> str:

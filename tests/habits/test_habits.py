@@ -21,6 +21,7 @@ load()
 PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 
 REPLICATED = "2x2-1f1b"
+REVERSED = "2-1f1b-reversed"
 """Of the others, many come to something else with replicas, as they do with DDP."""
 BY_DEFAULT = {
     "2-1f1b": """
@@ -34,7 +35,7 @@ BY_DEFAULT = {
         BufferByEpoch ScheduledByNumpy FunctionsReplaced UntiedInSecondEpoch TiedHeadReplaced
         TargetCopiedAtStart PartsKept OddSamples SlicesOfLatents AdaptersFromSecondEpoch LayersInserted
         PrunedByLightning EpisodesExchanged ObserversByChannel OddPartsRead LargeOddTargets
-        SharpnessAwareByHand
+        SharpnessAwareByHand KeepsReplacedLayers
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
@@ -42,9 +43,10 @@ BY_DEFAULT = {
         RecurrentLayerOnTwoStages CountsBeforeLayersOfAnotherVisit HaltsByData LateTwiceThenEarly
         ViewsOfEveryKindWritten
     """,
-    "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount",
+    "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
     REPLICATED: "FitsAfterNormsWereAdapted SparseBuffers ScaleWrittenOnFirstRank",
+    REVERSED: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
 }
 """What runs by default, where it shows most: of each kind about one. An error ends a launch, so it comes last."""
 
@@ -99,7 +101,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for configuration in configurations:
         first = defaults.get(configuration, [])
-        others = [name for name in HABITS if name not in first] if with_slow and configuration != REPLICATED else []
+        has_others = with_slow and configuration not in (REPLICATED, REVERSED)
+        others = [name for name in HABITS if name not in first] if has_others else []
         for name in (*first, *others):
             if applies.get(configuration, lambda _: True)(HABITS[name]):
                 marks = [pytest.mark.slow] * (name not in first)
@@ -127,7 +130,7 @@ def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder:
 
 
 CONFIGURATIONS_OF: dict[object, Sequence[str]] = {
-    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED),
+    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED, REVERSED),
     test_one_process_has_the_bits_of_plain_lightning: ("plain",),
     test_what_is_compared_shows_the_habit: ("without",),
 }
