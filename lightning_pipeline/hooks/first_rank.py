@@ -230,9 +230,12 @@ class Lending:
         token = answers_calls.set(self._answer)
         try:
             yield
+        except BaseException:
+            self._borrowed.clear()
+            raise
         finally:
             answers_calls.reset(token)
-            self._borrowed.clear()
+        self._give_back()
         for name, version in self._keys.versions_everywhere().items():
             if before.get(name, version) != version:
                 _refuse(f"a write into {name}", "during its fetch of a batch")
@@ -254,6 +257,8 @@ class Lending:
         if is_written or is_gradient or kind in (FunctionKind.HOOKS, FunctionKind.BACKWARD):
             _refuse(name)
         tensors = [self._borrow(one) if type(one) is Placeholder else one for one in call.tensors]
+        if name == "data.__get__":  # which would have a version of its own
+            return tensors[0].detach()
         return func(*put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers))
 
     def _borrow(self, place: Placeholder) -> Tensor:
@@ -264,7 +269,7 @@ class Lending:
         if found is None:
             spec = place.spec
             if sum(one.nbytes for one in self._borrowed.values()) + spec.num_bytes > available_bytes() // 2:
-                self._borrowed.clear()
+                self._give_back()
             self._direct.tell_one(holders[0], Asked(key))
             data = self._direct.receive(spec, holders[0], f"{place.what}, which the loader computes with")
             found = like(data, spec)
@@ -272,6 +277,12 @@ class Lending:
                 found.register_hook(_no_gradient)
             self._borrowed[key] = found
         return found
+
+    def _give_back(self) -> None:
+        """Let go of what was borrowed."""
+        borrowed, self._borrowed = self._borrowed, {}
+        if any(tensor._version > 0 for tensor in borrowed.values()):
+            _refuse("a write through a view, such as .data,", "during its fetch of a batch")
 
 
 def _no_gradient(gradient: Tensor) -> NoReturn:

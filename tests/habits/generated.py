@@ -289,3 +289,13 @@ class MinesWithBatchNorms(Mined):
     """With batch norms in training, of which the loader's passes would be counted on one rank alone."""
 
     layer = Normed
+
+
+@habit(expect=error("a write through a view.*code of a loader"), plain=False, shows=False)
+class MinesAndDecays(Mined):
+    """Weights decay through `.data` whenever a batch is chosen."""
+
+    def choose(self, samples: Any) -> Any:
+        for layer in self.layers:
+            layer.linear.weight.data.mul_(0.99)
+        return super().choose(samples)
