@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -271,8 +272,9 @@ class Lending:
             if sum(one.nbytes for one in self._borrowed.values()) + spec.num_bytes > available_bytes() // 2:
                 self._give_back()
             self._direct.tell_one(holders[0], Asked(key))
-            data = self._direct.receive(spec, holders[0], f"{place.what}, which the loader computes with")
-            found = like(data, spec)
+            with torch.inference_mode(False):  # inference tensors have no version
+                data = self._direct.receive(spec, holders[0], f"{place.what}, which the loader computes with")
+                found = like(data, spec)
             if spec.requires_grad:
                 found.register_hook(_no_gradient)
             self._borrowed[key] = found

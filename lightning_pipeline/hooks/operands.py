@@ -148,8 +148,8 @@ class TensorKeys:
         """Undo `hold`."""
         self._held = None
 
-    def forget_key(self, tensor: Tensor) -> None:
-        """A tensor is the module's, and whole."""
+    def forget(self, tensor: Tensor) -> None:
+        """Take a key back, so that no pickle of the module has it."""
         tensor.__dict__.pop(_KEY, None)
 
     def kept(self) -> dict[int, Tensor]:

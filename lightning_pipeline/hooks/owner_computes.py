@@ -53,7 +53,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
 from lightning_pipeline.partition.memory import copied
-from lightning_pipeline.partition.ownership import absent_state_expected, holders_of
+from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, named_tensors
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder, transform_error
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
@@ -194,9 +194,9 @@ class OwnerComputes(TorchFunctionMode):
         Args:
             num_processes: how many processes share this machine's memory.
         """
-        for parameter in self._module.parameters():
-            parameter.__dict__.pop("_gradient", None)
-            self.keys.forget_key(parameter)
+        for _, tensor in named_tensors(self._module):
+            tensor.__dict__.pop("_gradient", None)
+            self.keys.forget(tensor)
         share_kept(self.keys, self._exchanges, self._direct, available_bytes() // (2 * num_processes))
 
     def whole(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:

@@ -299,3 +299,13 @@ class MinesAndDecays(Mined):
         for layer in self.layers:
             layer.linear.weight.data.mul_(0.99)
         return super().choose(samples)
+
+
+@habit(plain=False, shows=False)
+class MinesInInferenceMode(Mined):
+    """The loader computes in inference mode, whose tensors have no version."""
+
+    def choose(self, samples: Any) -> Any:
+        with torch.inference_mode():
+            kept = super().choose(samples)
+        return [one.clone() for one in kept]

@@ -75,12 +75,12 @@ class Configuration:
             stages, _, replicas = stages.partition("x")
             schedule, _, kind = schedule.partition("-")
             return cls(int(stages), schedule, replicas=int(replicas), data_parallel=kind or "replicate")
-        if not dash or not stages.isdigit():
-            raise ValueError(
-                f"{text!r} is no configuration: write stages and schedule, such as 2-1f1b or 4-zero_bubble"
-            )
         schedule, _, order = schedule.partition("-")
-        return cls(int(stages), schedule, is_reversed=order == "reversed")
+        if not dash or not stages.isdigit() or order not in ("", "reversed"):
+            raise ValueError(
+                f"{text!r} is no configuration: write stages and schedule, such as 2-1f1b or 4-zero_bubble-reversed"
+            )
+        return cls(int(stages), schedule, is_reversed=bool(order))
 
     @property
     def parts(self) -> int:

@@ -21,8 +21,8 @@ load()
 PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 
 REPLICATED = "2x2-1f1b"
-REVERSED = "2-1f1b-reversed"
 """Of the others, many come to something else with replicas, as they do with DDP."""
+REVERSED = "2-1f1b-reversed"
 BY_DEFAULT = {
     "2-1f1b": """
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
@@ -35,7 +35,7 @@ BY_DEFAULT = {
         BufferByEpoch ScheduledByNumpy FunctionsReplaced UntiedInSecondEpoch TiedHeadReplaced
         TargetCopiedAtStart PartsKept OddSamples SlicesOfLatents AdaptersFromSecondEpoch LayersInserted
         PrunedByLightning EpisodesExchanged ObserversByChannel OddPartsRead LargeOddTargets
-        SharpnessAwareByHand KeepsReplacedLayers
+        SharpnessAwareByHand KeepsReplacedLayers MinesInInferenceMode
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
