@@ -69,26 +69,29 @@ class RankProgram:
 
     Attributes:
         calls: stage, method and micro-batch of each action or move, and the action, None for a move.
-        prepared: for each receive, the micro-batch that can be prepared during the wait; -1 for other calls. In the
-            warm-up a stage waits for one micro-batch per stage before it.
+        prepared: the micro-batches that can be prepared after each call. A receive is waited for by the computation
+            behind it, so the last send or receive before one has them: no send waits for a preparation. In the warm-up
+            a stage waits for one micro-batch per stage before it.
         is_backward: whether each call belongs to a backward.
     """
 
     def __init__(self, actions: Sequence[Action], *, offload: float | None = None) -> None:
         self.actions = actions
         called: Sequence[Action | Move] = actions if offload is None else with_moves(actions, sends=offload > 0)
-        self.prepared = [-1] * len(called)
-        next_forward = -1
+        self.prepared: list[list[int]] = [[] for _ in called]
+        next_forward, last_before = -1, len(called) - 1
         for index in reversed(range(len(called))):
             action = called[index]
+            if isinstance(action, Move) or action.kind.is_compute:
+                last_before = index - 1
             if isinstance(action, Move):
                 continue
             if action.kind is Kind.F:
                 next_forward = action.microbatch
             elif action.kind is Kind.RECV_F:
-                self.prepared[index] = action.microbatch + action.stage
-            elif action.kind is Kind.RECV_B:
-                self.prepared[index] = next_forward
+                self.prepared[last_before].append(action.microbatch + action.stage)
+            elif action.kind is Kind.RECV_B and next_forward >= 0:
+                self.prepared[last_before].append(next_forward)
         self.is_backward = [one.kind in _BACKWARD if isinstance(one, Action) else False for one in called]
         self.splits = any(action.kind is Kind.I for action in actions)
         self.calls: list[tuple[int, str, int, Action | None]] = [
@@ -162,10 +165,11 @@ class ScheduleRun:
             call(microbatch)
             if receives is not None:
                 receives.done()
-                if self._prepare is not None and below is None and self._prepared[index] >= 0:
-                    self._prepare(self._prepared[index])
-                    for queue in self._queues:
-                        queue.post()
+            if self._prepare is not None and below is None and self._prepared[index]:
+                for prepared in self._prepared[index]:
+                    self._prepare(prepared)
+                for queue in self._queues:
+                    queue.post()
 
 
 class _Ahead:

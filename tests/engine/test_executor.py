@@ -87,6 +87,18 @@ def test_micro_batches_are_prepared_while_inputs_are_on_their_way(name: str, ran
             assert ("prepare", -1, microbatch) in before[waited:]
 
 
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+def test_no_send_waits_for_a_preparation(name: str, rank: int) -> None:
+    notes = went(build(name, NUM_RANKS, NUM_MICROBATCHES), rank)
+    computed_by = {"send_forward": ("forward",), "send_backward": ("backward", "backward_input")}
+    for index, (call, *_, microbatch) in enumerate(notes):
+        if call in computed_by:
+            computed = max(at for at in range(index) if notes[at][0] in computed_by[call])
+            assert notes[computed][2] == microbatch
+            assert "prepare" not in {note[0] for note in notes[computed:index]}
+
+
 @pytest.mark.parametrize("finishes_before", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "looped_bfs", "zbv"])
 def test_receives_are_posted_in_the_order_of_the_sends(name: str, finishes_before: bool) -> None:
