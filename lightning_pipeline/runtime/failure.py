@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -48,6 +49,7 @@ LINGER_S = 3.0  # how long the store's host stays so that the others can read it
 PATIENCE_S = 5.0  # how long the main thread of a rank may go on after another rank failed
 PERIOD_S = 60.0  # the longest between two checks of whether the others are alive
 FOREVER = timedelta(days=365)
+LONGEST = timedelta(days=20)  # that torch's store waits: milliseconds in 31 bits
 CLOSED = "{}"
 _RESERVE = 1 << 20  # bytes that are freed when memory has run out, so that the failure can be told
 
@@ -57,7 +59,8 @@ class FailureNotice:
 
     A daemon thread reads this rank's mail in the store. So the reason is known here before broken connections wake the
     main thread, and waiting for it costs nothing. The thread also answers roll calls, which tell a rank whose process
-    is gone or stopped from those that wait for it. Every rank makes its notices in the same order.
+    is gone or stopped from those that wait for it. A second thread sends it a message once a minute, because a wait of
+    torch's store that times out instead prints a warning. Every rank makes its notices in the same order.
 
     Once a run has failed, nothing here starts a thread or needs much memory: it may have failed for want of these.
 
@@ -97,6 +100,7 @@ class FailureNotice:
         self._host: StoreLostError | None = None
         self._thread: threading.Thread | None = None
         self._interrupter: threading.Thread | None = None
+        self._ticker: threading.Thread | None = None
         self._root = getattr(store, "_underlying_non_prefix_store", store)
         self._reserve: bytearray | None = None
         if store is None or world_size == 1:
@@ -104,15 +108,16 @@ class FailureNotice:
         shared = BoundedStore(store, rank=rank, limit=timeout)
         # The store outlives a strategy, so each notice of a process has its own prefix.
         generation = shared.add(f"pipeline_failure/rank{rank}", 1)
-        # A connection serves one call at a time, so the reader has its own, as has writing.
-        self._store = shared.clone().under(f"pipeline_failure/{generation}")
-        self._mail = Mail(self._store)
-        self._inbox = Mail(shared.clone().under(f"pipeline_failure/{generation}"))
+        # A connection serves one call at a time, so each thread has its own.
+        self._store, inbox, ticks = (shared.clone().under(f"pipeline_failure/{generation}") for _ in range(3))
+        self._mail, self._inbox, self._ticks = Mail(self._store), Mail(inbox), Mail(ticks)
         self._reserve = bytearray(_RESERVE)
         self._thread = threading.Thread(target=self._read, name="pipeline-failure-notice", daemon=True)
         self._thread.start()
         self._interrupter = threading.Thread(target=self._interrupt, name="pipeline-failure-interrupt", daemon=True)
         self._interrupter.start()
+        self._ticker = threading.Thread(target=self._tick, name="pipeline-failure-clock", daemon=True)
+        self._ticker.start()
         atexit.register(self.close)  # a thread that wakes up while the interpreter finalises would abort it
 
     @classmethod
@@ -126,7 +131,7 @@ class FailureNotice:
             notice = cls._shared = cls(store, rank=rank, world_size=world_size, timeout=timeout)
         if notice.timeout != timeout:
             notice.timeout = timeout
-            for own in (notice._store, notice._inbox.store):
+            for own in (notice._store, notice._inbox.store, notice._ticks.store):
                 own.put_limit(timeout)
         return notice
 
@@ -189,7 +194,7 @@ class FailureNotice:
         self._noticed.set()
         self.is_watching = False
         thread, self._thread = self._thread, None
-        if thread is None or self._interrupter is None:
+        if thread is None or self._interrupter is None or self._ticker is None:
             return
         atexit.unregister(self.close)
         try:
@@ -201,6 +206,7 @@ class FailureNotice:
         thread.join(GRACE_S)
         self._is_over.set()
         self._interrupter.join(GRACE_S)
+        self._ticker.join(GRACE_S)
 
     # -- knowing ----------------------------------------------------------------------------------------------------
 
@@ -307,7 +313,7 @@ class FailureNotice:
             self._read_mail()
         except StoreLostError as error:
             if self._thread is not None:
-                self._host = error
+                self._host = error = self._host or error  # the clock's thread may have ended this one's wait
                 if self.is_watching:
                     self.failure = self.failure or error.failure
         except RuntimeError:
@@ -326,17 +332,18 @@ class FailureNotice:
         call: RollCall | None = None
         ticks = 0
         while True:
-            period = min(PERIOD_S, self.timeout.total_seconds() / 4)
-            text = self._inbox.next(self.rank, timedelta(seconds=period))
+            text = self._inbox.next(self.rank, LONGEST)
+            if text is None:
+                continue
             if text == CLOSED:
                 if self.failure is not None:  # learned from the store's key before the mail came
                     self._note_reading(self.failure)
                 return
-            if text is not None:
-                message = json.loads(text)
-                if "call" in message:
-                    self._inbox.store.set(f"{message['call']}/{self.rank}", "")
-                    continue
+            message = json.loads(text)
+            if "call" in message:
+                self._inbox.store.set(f"{message['call']}/{self.rank}", "")
+                continue
+            if "tick" not in message:
                 self.failure = Failure(**message)
                 self._arrived.set()
                 self._note_reading(self.failure)
@@ -348,7 +355,7 @@ class FailureNotice:
                 call, ticks = RollCall(self._inbox, [0] if self.rank else range(1, self.world_size)), 0
             else:
                 ticks += 1  # rather than seconds, which pass even while this process is stopped
-                if ticks * period > self.timeout.total_seconds():
+                if ticks * self._period() > self.timeout.total_seconds():
                     summary = f"it did not answer within {self.timeout.total_seconds():g} s: {STOPPED}"
                     self.report(Failure(missing[0], summary, is_gone=True))
                     call = None
@@ -370,6 +377,23 @@ class FailureNotice:
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(1)
+
+    # -- the clock's thread -------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Send this rank a message now and then, and find out whether the store's host has stopped."""
+        ticks = itertools.count()
+        try:
+            while not self._is_over.wait(self._period()):
+                self._ticks.send(self.rank, json.dumps({"tick": next(ticks)}))
+        except StoreLostError as error:
+            self._host = self._host or error
+            self._inbox.store.shut_down()
+        except RuntimeError:
+            pass  # of a store that is not remote
+
+    def _period(self) -> float:
+        return min(PERIOD_S, self.timeout.total_seconds() / 4)
 
     # -- the interrupter's thread, as a device's backend may take long to abort, or never end --------------------------
 

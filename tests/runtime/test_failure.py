@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipeline.runtime import failure
 from lightning_pipeline.runtime.failure import Failure, FailureNotice, PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta
 from lightning_pipeline.runtime.topology import Channel, Topology
@@ -271,6 +272,20 @@ def test_first_failure_counts(store: dist.Store) -> None:
     for notice in again:
         notice.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("pipeline-failure")]
+
+
+def test_waiting_for_mail_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch's store warns whenever a wait times out, which in a run of hours would be every minute."""
+    monkeypatch.setattr(failure, "PERIOD_S", 0.05)
+    watching = notices(dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), world=2)
+    for notice in watching:
+        notice.is_watching = True
+    time.sleep(0.5)
+    assert [notice._inbox._read > 5 for notice in watching] == [True, True]  # calls and ticks
+    for notice in watching:
+        notice.close()
+        assert notice.failure is None
+    assert capfd.readouterr() == ("", "")
 
 
 def test_consequences_are_shown_as_one_line(
