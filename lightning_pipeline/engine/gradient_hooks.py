@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
+from lightning_pipeline.engine.transfers import GRAD_SIGNATURE
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec, is_absent
 from lightning_pipeline.partition.rng import generators
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.recording.autograd_calls import Graph
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.operation import put_together, take_apart
+from lightning_pipeline.recording.operation import Call, put_together, take_apart, tensors_in
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.direct import DirectTransport
 
@@ -28,6 +30,7 @@ class Data(Protocol):
 
     def data_of(self, values: Sequence[int]) -> list[Tensor]: ...
     def data_of_module(self, number: int) -> Tensor: ...
+    def gradients_of(self, call: Call, values: Mapping[int, int], visit: int) -> tuple[Tensor | None, ...]: ...
 
 
 class HookCalls:
@@ -169,6 +172,8 @@ class _OnData(TorchFunctionMode):
                 f"{function_name(func)} in a hook on a gradient, of what a stage computes or holds: do it in "
                 f"on_after_backward ({users_line()})"
             )
+        if func is torch.autograd.grad:
+            return self._differentiate(call, values | {place: -1 - number for place, number in numbers.items()})
         is_used = func is not Tensor.detach
         if self._keeps_graph and is_used and any(call.tensors[place].requires_grad for place in (*values, *numbers)):
             raise NotImplementedError(
@@ -181,6 +186,32 @@ class _OnData(TorchFunctionMode):
         for place, number in numbers.items():
             data[place] = self._data.data_of_module(number)
         return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+
+    def _differentiate(self, call: Call, values: Mapping[int, int]) -> tuple[Tensor | None, ...]:
+        """`torch.autograd.grad` over what the step has computed, as implicit layers solve for their gradients.
+
+        Args:
+            values: the step's values and, below zero, the module's tensors, by their places in the call.
+        """
+        of = {id(call.tensors[place]): value for place, value in values.items()}
+        arguments = put_together((call.args, call.kwargs), call.tensors, call.numbers)
+        bound = GRAD_SIGNATURE.bind(*arguments[0], **arguments[1]).arguments
+        outputs, inputs = tensors_in(bound["outputs"]), tensors_in(bound["inputs"])
+        graph = Graph(self._recording.event, self._recording.captured, [of.get(id(one)) for one in outputs])
+        wanted = [(of.get(id(one)), one) for one in inputs]
+        visits = graph.visits(wanted)
+        if self._keeps_graph or bound.get("create_graph"):
+            refused = "with create_graph=True"
+        elif len(visits) != 1 or any(id(one) not in of for one in (*outputs, *inputs)):
+            refused = "over more than what one stage computes in the step"
+        elif graph.passes_hooks(wanted):
+            refused = "through other hooks"
+        else:
+            return self._data.gradients_of(call, values, *visits)
+        raise NotImplementedError(
+            f"torch.autograd.grad in a hook on a gradient, {refused}: do it in the step, on the way forward "
+            f"({users_line()})"
+        )
 
 
 def hooks_of_parameters(tensors: ModuleTensors) -> dict[int, list[Callable[..., Any]]]:

@@ -7,7 +7,7 @@ rank sends what to which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
 from lightning_pipeline.recording.module_writes import ModuleWrites
+from lightning_pipeline.recording.operation import Call, put_together
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES, is_differentiable
@@ -137,6 +138,35 @@ class InOrder:
         if self.direct is None:
             return tensor.detach()
         return self.direct.spread(tensor.detach() if owner == self.rank else None, TensorSpec.of(tensor), owner)
+
+    def gradients_of(self, call: Call, values: Mapping[int, int], visit: int) -> tuple[Tensor | None, ...]:
+        """What a call of `torch.autograd.grad` over a visit's graph gives, on every rank.
+
+        Args:
+            values: by their places in the call; below zero those of the module.
+        """
+        owner = self.rank_of(visit)
+        found: Sequence[Tensor | None] = ()
+        if owner == self.rank:
+            operands = list(call.tensors)
+            for place, value in values.items():
+                own = self.here.get((visit, value))
+                operands[place] = self.tensors.tensors[-1 - value] if own is None else own
+            grad = by_leaves({id(operands[place]): self.transfers.leaves(one, visit) for place, one in values.items()})
+            args, kwargs = put_together((call.args, call.kwargs), operands, call.numbers)
+            found = [None if one is None else one.detach() for one in grad(*args, **kwargs)]
+        if self.direct is None:
+            return tuple(found)
+        if owner == self.rank:
+            specs = [None if one is None else TensorSpec.of(one) for one in found]
+            self.direct.tell(specs)
+        else:
+            specs = self.direct.hear(owner, "which gradients a hook takes")
+            found = [None] * len(specs)
+        return tuple(
+            None if spec is None else self.direct.spread(one, spec, owner)
+            for one, spec in zip(found, specs, strict=True)
+        )
 
     def value(self, value: int) -> Tensor | None:
         """A value's tensor; None if another rank computed it."""

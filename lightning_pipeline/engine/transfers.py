@@ -302,7 +302,7 @@ def written_into(leaf: Tensor) -> Tensor:
     return view if view.stride() == leaf.stride() else leaf.clone()
 
 
-_SIGNATURE = inspect.signature(torch.autograd.grad)
+GRAD_SIGNATURE = inspect.signature(torch.autograd.grad)
 
 
 def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
@@ -313,7 +313,7 @@ def by_leaves(leaves: Mapping[int, Sequence[Tensor]]) -> Callable[..., Any]:
     """
 
     def grad(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound = GRAD_SIGNATURE.bind(*args, **kwargs)
         inputs = bound.arguments["inputs"]
         uses = [leaves.get(id(one)) or [one] for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
         bound.arguments["inputs"] = [leaf for own in uses for leaf in own]

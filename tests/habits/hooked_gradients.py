@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.habits.modules import Layers, Noting
-from tests.habits.table import error, habit
+from tests.habits.table import EQUAL, error, habit
 
 
 @habit(plain=False, without={"factor": 1.0})
@@ -129,3 +129,70 @@ class HookedInACheckpoint(Layers):
     def features(self, x: Tensor) -> Tensor:
         x = checkpoint(self.penalised, self.layers[0](x), use_reentrant=False)
         return self.layers[3](self.layers[2](x))
+
+
+class Solving(Noting):
+    """A hook takes gradients of what a layer has computed beside its output, and adds them to what arrives."""
+
+    factor = 0.5
+    options: dict[str, Any] = {"retain_graph": True}
+
+    def features(self, x: Tensor) -> Tensor:
+        late = self.layers[1](self.layers[0](x))
+        aside = late.detach().requires_grad_()
+        value = self.judged(aside)
+
+        def hook(gradient: Tensor) -> Tensor:
+            found = torch.autograd.grad(value, self.of(aside), gradient, **self.options)
+            self.found.append([None if one is None else one.norm() for one in found])
+            scale = found[0] if found[0].shape == gradient.shape else found[0].sum()
+            return gradient + self.factor * gradient * scale
+
+        if late.requires_grad:
+            late.register_hook(hook)
+        return self.layers[3](self.layers[2](late))
+
+    def judged(self, x: Tensor) -> Tensor:
+        return self.layers[1](x)
+
+    def of(self, aside: Tensor) -> Any:
+        return aside
+
+
+@habit(without={"factor": 0.0}, observed=("found",))
+class HookTakesAGradientTwice(Solving):
+    """Of a layer's output by its input, which it uses twice."""
+
+
+@habit(without={"factor": 0.0}, observed=("found",))
+class HookTakesGradientsOfWeights(Solving):
+    """Of the layer's weight, of what takes no part, and of its input."""
+
+    options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+
+    def judged(self, aside: Tensor) -> Tensor:
+        self.unused = aside.detach().requires_grad_()
+        return super().judged(aside)
+
+    def of(self, aside: Tensor) -> Any:
+        return self.layers[1].linear.weight, self.unused, aside
+
+
+@habit(
+    expect=error(r"grad in a hook on a gradient, over more than what one stage computes.*hooked_gradients"),
+    automatic=EQUAL,
+)
+class HookTakesAGradientAcrossStages(Solving):
+    """Of all later layers."""
+
+    factor = 0.5
+
+    def judged(self, x: Tensor) -> Tensor:
+        return self.layers[3](self.layers[2](self.layers[1](x)))
+
+
+@habit(expect=error(r"grad in a hook on a gradient, with create_graph=True.*hooked_gradients"), shows=False)
+class HookTakesAGradientWithItsGraph(Solving):
+    """A graph that nobody goes back over."""
+
+    options: dict[str, Any] = {"create_graph": True}

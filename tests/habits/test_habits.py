@@ -29,6 +29,7 @@ BY_DEFAULT = {
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption SavedInStep GrowsInSecondEpoch
         AdamMomentsChanged WGANWithPenalty ClipsByTorch DatasetCounts GathersOverRanksByName
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
+        HookTakesGradientsOfWeights
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
