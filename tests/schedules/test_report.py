@@ -83,6 +83,14 @@ def test_a_run(page_of_run: Path, colours: str) -> None:
         assert page.inner_text("#config") == 'stage_config = {\n    "layers.2": 1\n}'
 
 
+def test_words_stay_whole_in_a_narrow_window(page_of_run: Path) -> None:
+    with opened(page_of_run) as page:
+        page.set_viewport_size({"width": 480, "height": 900})
+        rows = page.evaluate("[...document.querySelectorAll('#ranks tr, #stages tr')].map(row => row.clientHeight)")
+        assert len(rows) == 6 and max(rows) < 60  # two lines at most
+        assert page.evaluate("document.documentElement.scrollWidth <= 480")  # tables scroll, not the page
+
+
 def test_its_slider_zoom_and_copy(page_of_run: Path) -> None:
     with opened(page_of_run) as page:
         assert page.inner_text("#steplabel") == "step 20 (3 of 3)"
