@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import lightning_pipeline
 from lightning_pipeline.cli import app
+from lightning_pipeline.cli.watch import News
 from lightning_pipeline.schedules import SCHEDULE_NAMES, build, load_csv, render, save_chrome_trace, save_csv, simulate
 from lightning_pipeline.schedules.live import LiveRank
 from lightning_pipeline.schedules.records import RecordedStep, RecordFile
@@ -262,6 +263,17 @@ def test_watch_shows_what_ranks_are_at(tmp_path: Path) -> None:
     (folder / "0.json").write_text('{"rank": "0"}')
     result = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
     assert result.exit_code == 2 and "0.json does not tell what a rank is at (KeyError: 'stages')" in result.output
+
+
+def test_watch_measures_silence_by_its_own_clock() -> None:
+    """Machines that write into a shared folder have clocks of their own."""
+    news, now = News(), time.time()
+    behind, ahead = now - 100, now + 100
+    assert 99 < news.age(0, behind) < 110  # a first look can only believe the file
+    assert news.age(1, ahead) < 1
+    time.sleep(0.2)
+    assert news.age(0, behind + 0.5) < 0.1
+    assert 0.2 <= news.age(1, ahead) < 1
 
 
 @pytest.mark.parametrize(

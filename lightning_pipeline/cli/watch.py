@@ -40,14 +40,14 @@ def watch(
     from rich.live import Live
 
     with errors_without_traceback():
-        console = wide_console()
+        console, news = wide_console(), News()
         if once:
-            console.print(_view(run))
+            console.print(_view(run, news))
             return
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 try:
-                    live.update(_view(run), refresh=True)
+                    live.update(_view(run, news), refresh=True)
                 except ScheduleError as error:  # nothing is recorded yet
                     live.update(str(error), refresh=True)
                 try:
@@ -56,7 +56,27 @@ def watch(
                     return
 
 
-def _view(run: Path) -> Group:
+class News:
+    """How long ago each rank was heard of.
+
+    Clocks of machines that share a folder differ. So only the first look trusts the time of a file; then a rank is
+    heard of when that time changes.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[float, float]] = {}  # by rank: the file's time, and when it was first seen here
+
+    def age(self, rank: int, written: float) -> float:
+        """Seconds since a rank was heard of, whose file says that it was `written` then."""
+        now = time.monotonic()
+        if rank not in self._heard:
+            self._heard[rank] = written, now - max(0.0, time.time() - written)
+        elif self._heard[rank][0] != written:
+            self._heard[rank] = written, now
+        return now - self._heard[rank][1]
+
+
+def _view(run: Path, news: News) -> Group:
     """What the ranks are at, if the run goes on, above its last recorded step, if there is one.
 
     Raises:
@@ -72,14 +92,14 @@ def _view(run: Path) -> Group:
         if not ranks:
             raise
         recorded = str(error)
-    return Group(_live_table(ranks), "", recorded) if ranks else Group(recorded)
+    return Group(_live_table(ranks, news), "", recorded) if ranks else Group(recorded)
 
 
-def _live_table(ranks: list[tuple[LiveRank, float]]) -> Table:
+def _live_table(ranks: list[tuple[LiveRank, float]], news: News) -> Table:
     """A rank that has written nothing for some seconds hangs, was killed, or its machine is not there."""
     table = bare_table("rank", "stages", "now", right=("actions", "live", "memory", "step", "the one before", "seen"))
     for rank, written in ranks:
-        age = max(0.0, time.time() - written)
+        age = news.age(rank.rank, written)
         table.add_row(
             str(rank.rank),
             " ".join(map(str, rank.stages)),
