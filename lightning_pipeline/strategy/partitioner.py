@@ -311,12 +311,19 @@ class Partitioner:
                 own, *more = (plan for plan, _ in islice(ranked, max(1, most // len(counts))))
                 best.append(own)
                 others += more
-        except NothingToCutError:
+        except NothingToCutError as error:
             # The step cannot be cut where modules begin: a cut by modules may send data back to an earlier stage.
+            fault = ""
             for schedule in self._schedules(few):
                 plan = plan_of_modules(measured[few], schedule, state_bytes)
-                if plan and not fault_of_cut(self._module, plan, step, microbatches[few], goes_back=True):
+                if plan is None:
+                    continue
+                fault = fault_of_cut(self._module, plan, step, microbatches[few], goes_back=True)
+                if not fault:
                     return [plan]
+            if fault:
+                tried = "Tried a cut between modules that it calls more often"
+                raise NothingToCutError(f"{error}. {tried}: {fault}") from None
             raise
         return sorted(best, key=lambda plan: plan.step_seconds) + others
 

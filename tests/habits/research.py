@@ -190,7 +190,7 @@ class Physics(Layers):
 
 @habit(
     expect=error(r"goes back over what stages \d"),
-    automatic=error(r"training_step calls 0 modules that a stage can begin with"),
+    automatic=error(r"calls 0 modules that a stage can begin with"),
     shows=False,
     plain=False,
 )
