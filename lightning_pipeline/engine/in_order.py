@@ -150,8 +150,7 @@ class InOrder:
         if owner == self.rank:
             operands = list(call.tensors)
             for place, value in values.items():
-                own = self.here.get((visit, value))
-                operands[place] = self.tensors.tensors[-1 - value] if own is None else own
+                operands[place] = self._differentiated(value, visit)
             grad = by_leaves({id(operands[place]): self.transfers.leaves(one, visit) for place, one in values.items()})
             args, kwargs = put_together((call.args, call.kwargs), operands, call.numbers)
             found = [None if one is None else one.detach() for one in grad(*args, **kwargs)]
@@ -167,6 +166,16 @@ class InOrder:
             None if spec is None else self.direct.spread(one, spec, owner)
             for one, spec in zip(found, specs, strict=True)
         )
+
+    def _differentiated(self, value: int, visit: int) -> Tensor:
+        """A value, or a tensor of the module, as the graph of a visit has it; one that takes no part for another's."""
+        own = self.here.get((visit, value))
+        if own is None and value < 0 and self.rank in self._holders(-1 - value):
+            own = self.tensors.tensors[-1 - value]
+        if own is None:
+            known = self.specs[value] if value >= 0 else self.tensors.tensors[-1 - value]
+            own = torch.empty(0, requires_grad=known.requires_grad)
+        return own
 
     def value(self, value: int) -> Tensor | None:
         """A value's tensor; None if another rank computed it."""

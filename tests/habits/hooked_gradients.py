@@ -166,16 +166,21 @@ class HookTakesAGradientTwice(Solving):
 
 @habit(without={"factor": 0.0}, observed=("found",))
 class HookTakesGradientsOfWeights(Solving):
-    """Of the layer's weight, of what takes no part, and of its input."""
+    """Of the layer's weight, of its input, and of what takes no part, on this stage and on others."""
 
     options: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+
+    def features(self, x: Tensor) -> Tensor:
+        self.earlier = self.layers[0](x)
+        return super().features(x)
 
     def judged(self, aside: Tensor) -> Tensor:
         self.unused = aside.detach().requires_grad_()
         return super().judged(aside)
 
     def of(self, aside: Tensor) -> Any:
-        return self.layers[1].linear.weight, self.unused, aside
+        unused = (self.unused, self.earlier, self.layers[0].linear.bias, self.head.weight)
+        return self.layers[1].linear.weight, aside, *unused
 
 
 @habit(
