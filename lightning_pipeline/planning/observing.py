@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.compiled import is_compiled, uncompiled
 from lightning_pipeline.partition.memory import memory_of
-from lightning_pipeline.partition.overrides import has_forward, overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, MethodInPlaceOf, has_forward, overridden
 
 Step = Callable[[Any], Tensor | None]
 """Runs the user's step on a micro-batch and returns the loss that backward starts from; None without a backward."""
@@ -100,10 +101,18 @@ def called_names(root: nn.Module, step: Step, batch: Any) -> set[str]:
 
 @contextmanager
 def called_through(root: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``, never compiled."""
+    """While entered, the forward of each submodule runs as ``call(name, forward, args, kwargs)``, never compiled.
+
+    A step may copy or pickle a submodule meanwhile: that has the forward of its own.
+    """
 
     def through(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: call(name, forward, args, kwargs)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            return call(name, forward, args, kwargs)
+
+        if isinstance(forward, MethodType):
+            return MethodInPlaceOf(forward, observed)
+        return InPlaceOf(forward, observed)
 
     with overridden() as override:
         for name, module in root.named_modules():

@@ -110,7 +110,7 @@ class TeacherMadeInFirstStep(Layers):
         return loss + (self.teacher(batch[0]) - self.layers[3](batch[0])).square().mean()
 
 
-@habit(plain=False, automatic=RUNS_OTHERWISE)
+@habit(plain=False)
 class HiddenTeacherMadeInFirstStep(Layers):
     """Likewise, in a list, so that it is no part of the module."""
 

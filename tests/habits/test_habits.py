@@ -44,7 +44,7 @@ BY_DEFAULT = {
         RecurrentLayerOnTwoStages CountsBeforeLayersOfAnotherVisit HaltsByData LateTwiceThenEarly
         ViewsOfEveryKindWritten
     """,
-    "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName",
+    "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName ModulesPickledInStep",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
     REPLICATED: "FitsAfterNormsWereAdapted SparseBuffers ScaleWrittenOnFirstRank",
     REVERSED: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
