@@ -173,7 +173,8 @@ class _OnData(TorchFunctionMode):
                 f"on_after_backward ({users_line()})"
             )
         if func is torch.autograd.grad:
-            return self._differentiate(call, values | {place: -1 - number for place, number in numbers.items()})
+            taken = values | {place: -1 - number for place, number in numbers.items()}
+            return self._differentiate(call, taken, GRAD_SIGNATURE.bind(*args, **kwargs).arguments)
         is_used = func is not Tensor.detach
         if self._keeps_graph and is_used and any(call.tensors[place].requires_grad for place in (*values, *numbers)):
             raise NotImplementedError(
@@ -187,20 +188,21 @@ class _OnData(TorchFunctionMode):
             data[place] = self._data.data_of_module(number)
         return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
 
-    def _differentiate(self, call: Call, values: Mapping[int, int]) -> tuple[Tensor | None, ...]:
+    def _differentiate(
+        self, call: Call, values: Mapping[int, int], arguments: Mapping[str, Any]
+    ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad` over what the step has computed, as implicit layers solve for their gradients.
 
         Args:
             values: the step's values and, below zero, the module's tensors, by their places in the call.
+            arguments: of the call, by name.
         """
         of = {id(call.tensors[place]): value for place, value in values.items()}
-        arguments = put_together((call.args, call.kwargs), call.tensors, call.numbers)
-        bound = GRAD_SIGNATURE.bind(*arguments[0], **arguments[1]).arguments
-        outputs, inputs = tensors_in(bound["outputs"]), tensors_in(bound["inputs"])
+        outputs, inputs = tensors_in(arguments["outputs"]), tensors_in(arguments["inputs"])
         graph = Graph(self._recording.event, self._recording.captured, [of.get(id(one)) for one in outputs])
         wanted = [(of.get(id(one)), one) for one in inputs]
         visits = graph.visits(wanted)
-        if self._keeps_graph or bound.get("create_graph"):
+        if self._keeps_graph or arguments.get("create_graph"):
             refused = "with create_graph=True"
         elif len(visits) != 1 or any(id(one) not in of for one in (*outputs, *inputs)):
             refused = "over more than what one stage computes in the step"

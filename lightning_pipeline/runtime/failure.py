@@ -48,8 +48,7 @@ def show_as_line(error: BaseException, line: str) -> None:
 LINGER_S = 3.0  # how long the store's host stays so that the others can read its notice
 PATIENCE_S = 5.0  # how long the main thread of a rank may go on after another rank failed
 PERIOD_S = 60.0  # the longest between two checks of whether the others are alive
-FOREVER = timedelta(days=365)
-LONGEST = timedelta(days=20)  # that torch's store waits: milliseconds in 31 bits
+FOREVER = timedelta(days=20)  # torch's store counts milliseconds in 31 bits
 CLOSED = "{}"
 _RESERVE = 1 << 20  # bytes that are freed when memory has run out, so that the failure can be told
 
@@ -332,7 +331,7 @@ class FailureNotice:
         call: RollCall | None = None
         ticks = 0
         while True:
-            text = self._inbox.next(self.rank, LONGEST)
+            text = self._inbox.next(self.rank, FOREVER)
             if text is None:
                 continue
             if text == CLOSED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -514,12 +515,10 @@ class SlotsDecoded(Layers):
     on_last_stage = ("slots",)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        import itertools
-
         x, _ = batch
         tokens = self.features(torch.stack([x, x.roll(1, 1), x.flip(1), -x], 1))
         found = self.head(self.slots(tokens))
-        targets = x[:, : 3 * CLASSES // CLASSES].unsqueeze(-1).expand(-1, -1, CLASSES).tanh()
+        targets = x[:, :3].unsqueeze(-1).expand(-1, -1, CLASSES).tanh()
         cost = torch.cdist(found, targets)
         loss = 0.0
         for b in range(x.shape[0]):
