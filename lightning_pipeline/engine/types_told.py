@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -116,8 +117,11 @@ _USE = re.compile(rb"(?<![.\w])type\s*[(,)]")
 def _uses_type(module: ModuleType) -> bool:
     """Whether the source calls `type`, or passes it on; true where there is none, as in a notebook."""
     path = getattr(module, "__file__", None)
-    if path is None:
-        return True
+    return path is None or _has_use(path)
+
+
+@cache
+def _has_use(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             return _USE.search(file.read()) is not None

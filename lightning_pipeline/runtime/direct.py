@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import contiguous_strides, laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime.backends import bytes_of, is_dense
-from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.tensor_meta import conform, device_of, from_memory, wire
 from lightning_pipeline.runtime.transport import Transport
 
@@ -109,10 +107,10 @@ class DirectTransport:
 class Wire(Protocol):
     """A connection to other ranks, numbered as in its group, which carries tensors on the CPU."""
 
-    control_group: dist.ProcessGroup | None
-
     def send_object(self, obj: Any, peer: int) -> None: ...
     def recv_object(self, peer: int, what: str) -> Any: ...
+    def send_on_control(self, tensor: Tensor, peer: int, *, waits: bool) -> None: ...
+    def receive_on_control(self, buffer: Tensor, peer: int, what: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -140,8 +138,7 @@ def send_tree(tree: Any, wire: Wire, peer: int) -> None:
     for tensor in tensors:
         if tensor.numel():
             data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-            with waiting_for("the receipt of a tensor in host memory"):
-                dist.send(bytes_of(data), group_dst=peer, group=wire.control_group)
+            wire.send_on_control(bytes_of(data), peer, waits=True)
 
 
 def recv_tree(wire: Wire, peer: int, what: str) -> Any:
@@ -150,8 +147,7 @@ def recv_tree(wire: Wire, peer: int, what: str) -> Any:
     def fill(slot: _Slot) -> Tensor:
         tensor = torch.empty(slot.shape, dtype=slot.dtype)
         if tensor.numel():
-            with waiting_for(what):
-                dist.recv(bytes_of(tensor), group_src=peer, group=wire.control_group)
+            wire.receive_on_control(bytes_of(tensor), peer, what)
         return tensor
 
     return _torch.tree_map_only(_Slot, fill, wire.recv_object(peer, what))

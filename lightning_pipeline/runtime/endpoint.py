@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -12,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline import _torch
-from lightning_pipeline.runtime.backends import flat
+from lightning_pipeline.runtime.backends import bytes_of, flat
 from lightning_pipeline.runtime.failure import FailureNotice
+from lightning_pipeline.runtime.streams import Message, Stream
 from lightning_pipeline.runtime.topology import Topology
 
 
@@ -55,7 +54,6 @@ class Endpoint:
     """One end of a route, on this rank.
 
     Args:
-        group: the route's process group.
         peer: the stage at the other end.
         name: what errors call what is sent.
         window: how many sends may be underway before the oldest is waited for; None for no bound.
@@ -64,65 +62,32 @@ class Endpoint:
         underway: sends that may not have finished, with their tensors, which have to stay alive until then.
     """
 
-    __slots__ = ("_connection", "group", "is_gloo", "name", "peer", "underway", "window")
+    __slots__ = ("_connection", "name", "peer", "underway", "window")
 
-    def __init__(
-        self,
-        connection: Connection,
-        group: dist.ProcessGroup,
-        peer: int,
-        name: str,
-        *,
-        is_gloo: bool,
-        window: int | None,
-    ) -> None:
-        # Gloo's own send and recv, rather than the group's: these go through torch's dispatcher, which takes a third of
-        # the time of posting a small message.
-        self.group: Any = _torch.group_backend(group, torch.device("cpu")) if is_gloo else group
+    def __init__(self, connection: Connection, peer: int, name: str, *, window: int | None) -> None:
         self.peer = peer
         self.name = name
-        self.is_gloo = is_gloo
         self.window = window
-        self.underway: deque[tuple[dist.Work, Tensor]] = deque()
+        self.underway: deque[tuple[Message | dist.Work, Tensor | bytes]] = deque()
         self._connection = connection
 
     def send(self, tensor: Tensor, tag: int = 0) -> None:
         """Send a contiguous tensor to a receive with the same tag. Returns at once, unless the window is full."""
-        underway = self.underway
         try:
-            underway.append((self._post(self.group.send, tensor, tag), tensor))
+            work = self._send(tensor, tag)
         except RuntimeError as error:
             self._connection.raise_broken(error, self.peer, f"the receipt of {self.name} by", None)
-        if self.window is not None:
-            if len(underway) > self.window:
-                self.finish_oldest()
-        elif not self.is_gloo:  # Gloo does not tell
-            while underway and underway[0][0].is_completed():
-                underway.popleft()
+        self._note(work, tensor)
 
     def receive(self, buffer: Tensor, what: str, tag: int = 0) -> PendingReceive:
         """Post the receive of the next message with a tag into `buffer`, a dense tensor."""
         try:
-            work = self._post(self.group.recv, flat(buffer), tag)
+            work = self._receive(flat(buffer), tag)
         except RuntimeError as error:
             self._connection.raise_broken(error, self.peer, f"{what} from", None)
         receive = PendingReceive(self._connection, self, work, buffer)
         self._connection.receives.add(receive)
         return receive
-
-    def _post(self, operation: Callable[..., dist.Work], tensor: Tensor, tag: int) -> dist.Work:
-        """Begin a send or receive.
-
-        Gloo's are kept out of profiles: it would write their ends into the profile when they come, and by then the
-        profile and its memory may be gone.
-        """
-        if not self.is_gloo or not _torch.is_profiling():
-            return operation([tensor], self.peer, tag)
-        _torch.record_functions(False)
-        try:
-            return operation([tensor], self.peer, tag)
-        finally:
-            _torch.record_functions(True)
 
     def flush(self) -> None:
         """Wait until all that was sent has left."""
@@ -135,25 +100,110 @@ class Endpoint:
         self.wait(underway[0][0], f"the receipt of an earlier send ({self.name}) by")
         underway.popleft()
 
-    def wait(self, work: dist.Work, what: str) -> None:
+    def wait(self, work: Any, what: str) -> None:
         """Wait for `work`, on an accelerator by the current stream. `what` is as in `Connection.raise_broken`."""
-        connection = self._connection
         started = time.monotonic()
         try:
-            if self.is_gloo:
-                work.wait(connection.timeout)
-            else:
-                work.wait()
-                if connection.notice.failure is not None:  # which has aborted the work
-                    raise RuntimeError("aborted")
+            self._wait(work)
         except RuntimeError as error:
             del work  # a traceback would keep it, and its connection open
-            connection.raise_broken(error, self.peer, what, time.monotonic() - started)
+            self._connection.raise_broken(error, self.peer, what, time.monotonic() - started)
 
     def close(self) -> None:
         """Let go of the connection and of what is underway on it."""
         self.underway.clear()
-        self.group = None
+
+    def _note(self, work: Message | dist.Work, data: Tensor | bytes) -> None:
+        """Keep what is being sent until it has left."""
+        underway = self.underway
+        if not underway and work.is_completed():
+            return
+        underway.append((work, data))
+        while underway and underway[0][0].is_completed():
+            underway.popleft()
+        if self.window is not None and len(underway) > self.window:
+            self.finish_oldest()
+
+    def _send(self, tensor: Tensor, tag: int) -> Message | dist.Work:
+        raise NotImplementedError
+
+    def _receive(self, buffer: Tensor, tag: int) -> Message | dist.Work:
+        raise NotImplementedError
+
+    def _wait(self, work: Any) -> None:
+        raise NotImplementedError
+
+
+class HostEndpoint(Endpoint):
+    """Carries tensors on the CPU and bytes, over a stream."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(
+        self, connection: Connection, stream: Stream, peer: int, name: str, *, window: int | None = None
+    ) -> None:
+        super().__init__(connection, peer, name, window=window)
+        self._stream = stream
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes in order with tensors. Returns at once, unless the window is full."""
+        try:
+            message = self._stream.send(data)
+        except RuntimeError as error:
+            self._connection.raise_broken(error, self.peer, f"the receipt of {self.name} by", None)
+        self._note(message, data)
+
+    def receive_bytes(self, what: str) -> memoryview:
+        """The next bytes, of any number."""
+        message = self._stream.receive(None)
+        self.wait(message, f"{what} from")
+        return message.data
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
+
+    def _send(self, tensor: Tensor, tag: int) -> Message:
+        return self._stream.send(_memory(tensor), tag)
+
+    def _receive(self, buffer: Tensor, tag: int) -> Message:
+        return self._stream.receive(_memory(buffer), tag)
+
+    def _wait(self, work: Message) -> None:
+        work.wait(self._connection.timeout)
+
+
+class DeviceEndpoint(Endpoint):
+    """Carries tensors on the device, by the backend of a process group."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, connection: Connection, group: dist.ProcessGroup, peer: int, name: str) -> None:
+        super().__init__(connection, peer, name, window=None)
+        self._group: Any = group
+
+    def close(self) -> None:
+        super().close()
+        self._group = None
+
+    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        return self._group.send([tensor], self.peer, tag)
+
+    def _receive(self, buffer: Tensor, tag: int) -> dist.Work:
+        return self._group.recv([buffer], self.peer, tag)
+
+    def _wait(self, work: dist.Work) -> None:
+        work.wait()
+        if self._connection.notice.failure is not None:  # which has aborted the work
+            raise RuntimeError("aborted")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if tensor.dtype == torch.bfloat16:  # NumPy has none
+        tensor = bytes_of(tensor)
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B")
 
 
 class PendingReceive:
@@ -165,7 +215,9 @@ class PendingReceive:
 
     __slots__ = ("_buffer", "_connection", "_endpoint", "_work", "device")
 
-    def __init__(self, connection: Connection, endpoint: Endpoint, work: dist.Work | None, buffer: Tensor) -> None:
+    def __init__(
+        self, connection: Connection, endpoint: Endpoint, work: Message | dist.Work | None, buffer: Tensor
+    ) -> None:
         self._connection = connection
         self._endpoint = endpoint
         self._work = work

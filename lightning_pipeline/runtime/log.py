@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.endpoint import Endpoint, PendingReceive
+from lightning_pipeline.runtime.endpoint import DeviceEndpoint, Endpoint, HostEndpoint, PendingReceive
 
 VARIABLE = "LIGHTNING_PIPELINE_LOG"
 logger = logging.getLogger("lightning_pipeline")
@@ -48,7 +48,7 @@ def is_logging() -> bool:
     return logger.isEnabledFor(logging.DEBUG)
 
 
-class LoggedEndpoint(Endpoint):
+class _Logged(Endpoint):
     """Logs what is sent and received."""
 
     __slots__ = ()
@@ -61,12 +61,24 @@ class LoggedEndpoint(Endpoint):
         logger.debug("expects %s from stage %d: %s", what, self.peer, _described(buffer))
         return super().receive(buffer, what, tag)
 
-    def wait(self, work: dist.Work, what: str) -> None:
+    def wait(self, work: Any, what: str) -> None:
         started = time.perf_counter()
         super().wait(work, what)
         waited = time.perf_counter() - started
         if waited >= SLOW_S:
             logger.debug("waited %.1f ms for %s stage %d", 1e3 * waited, what, self.peer)
+
+
+class LoggedHostEndpoint(_Logged, HostEndpoint):
+    __slots__ = ()
+
+    def send_bytes(self, data: bytes) -> None:
+        logger.debug("sends %s to stage %d: %s bytes", self.name, self.peer, f"{len(data):,}")
+        super().send_bytes(data)
+
+
+class LoggedDeviceEndpoint(_Logged, DeviceEndpoint):
+    __slots__ = ()
 
 
 def _described(tensor: Tensor) -> str:

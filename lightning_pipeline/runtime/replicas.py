@@ -75,6 +75,19 @@ class Replicas:
             dist.recv_object_list(received, group_src=replica, group=self.control_group)
         return received[0]
 
+    def send_on_control(self, tensor: Tensor, replica: int, *, waits: bool) -> None:
+        """Send a contiguous tensor on the CPU to this stage of another replica. It always waits until it has left."""
+        rank = self.topology.data_ranks[replica]
+        with waiting_for(f"the receipt of a tensor by {self.topology.describe(rank)}", rank):
+            dist.send(tensor, group_dst=replica, group=self.control_group)
+
+    def receive_on_control(self, buffer: Tensor, replica: int, what: str) -> Tensor:
+        """Receive what another replica has sent by `send_on_control`."""
+        rank = self.topology.data_ranks[replica]
+        with waiting_for(f"{what} from {self.topology.describe(rank)}", rank):
+            dist.recv(buffer, group_src=replica, group=self.control_group)
+        return buffer
+
     def gather_objects(self, obj: Any) -> list[Any]:
         """Every replica's `obj`, in the order of replicas, on all of them."""
         gathered: list[Any] = [None] * self.num_replicas

@@ -216,6 +216,10 @@ class Route(NamedTuple):
     source: int
     destination: int
 
+    def peer_of(self, stage: int) -> int:
+        """The stage at the other end."""
+        return self.destination if stage == self.source else self.source
+
 
 def routes_along(placement: Sequence[int]) -> list[Route]:
     """The routes of a pipeline, given the rank of each virtual stage."""

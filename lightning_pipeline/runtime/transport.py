@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections.abc import Set
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import laid_out
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.partition.tree import dumps
@@ -23,21 +25,21 @@ from lightning_pipeline.runtime.backends import (
     to_wire,
     warm_up,
 )
-from lightning_pipeline.runtime.endpoint import Connection, Endpoint, PendingReceive
+from lightning_pipeline.runtime.connecting import connect
+from lightning_pipeline.runtime.endpoint import Connection, DeviceEndpoint, Endpoint, HostEndpoint, PendingReceive
 from lightning_pipeline.runtime.failure import FailureNotice, waiting_for
-from lightning_pipeline.runtime.log import LoggedEndpoint, is_logging
+from lightning_pipeline.runtime.log import LoggedDeviceEndpoint, LoggedHostEndpoint, is_logging
+from lightning_pipeline.runtime.store import BoundedStore
+from lightning_pipeline.runtime.streams import Stream
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, conform, wire
 from lightning_pipeline.runtime.topology import Channel, Route, Topology, routes_along
 
 SEND_WINDOW = 4
-"""Forward or backward sends to one peer that may be underway before the oldest is waited for, on a backend that cannot
-tell which have finished (Gloo). It bounds the memory that sends hold."""
+"""Forward or backward sends to one peer that may be underway before the oldest is waited for, over streams. It bounds
+the memory that sends hold."""
 _CONTROL_WINDOW = 64
 """Objects to one peer that may be underway."""
-
-FRAME = 1024
-"""Bytes of an object's first message, with its length. Most objects fit into it and need no second message."""
-_LENGTH = 8  # bytes
+_CONTROL, _READS = -1, -2  # numbers of streams; those of channels follow from their direction
 
 
 class ExchangeRequest(NamedTuple):
@@ -64,8 +66,9 @@ class ExchangeRequests(list[ExchangeRequest]):
 class Transport(Connection):
     """Asynchronous sends and receives between the stages of this rank's pipeline; no wait exceeds the timeout.
 
-    Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Each channel has
-    one process group for each direction (`backends` says why); Gloo needs fewer.
+    Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Where Gloo is the
+    device's backend, and for objects, there is a stream for each channel and pair (`streams` says why not Gloo), else
+    one process group for each channel and direction (`backends` says why).
 
     Every rank of the world makes its transports in the same order, after ``init_process_group``.
 
@@ -97,11 +100,10 @@ class Transport(Connection):
         self.store = store
         self.requested_device = device
         self.device = torch.empty(0, device=device).device  # with its index
-        self.control_group: dist.ProcessGroup | None = None  # others must not keep it, as that would hold it open
         self._outgoing: dict[tuple[Channel, int], Endpoint] = {}
         self._incoming: dict[tuple[Channel, int], Endpoint] = {}
-        self._control: dict[int, Endpoint] = {}
-        self._reads: dict[int, Endpoint] = {}
+        self._control: dict[int, HostEndpoint] = {}
+        self._reads: dict[int, HostEndpoint] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._on_device: dist.ProcessGroup | None = None
         self._wire_device = torch.device("cpu")
@@ -162,18 +164,11 @@ class Transport(Connection):
 
     def send_object(self, obj: Any, peer: int) -> None:
         """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
-        self._send_bytes(dumps(obj), peer)
+        self._control[peer].send_bytes(dumps(obj))
 
     def recv_object(self, peer: int, what: str) -> Any:
         """The next object from `peer`. `what` names it in errors."""
-        endpoint = self._control[peer]
-        frame = endpoint.receive(torch.empty(FRAME, dtype=torch.uint8), what).wait(what).numpy().tobytes()
-        size = int.from_bytes(frame[:_LENGTH], "little")
-        payload = frame[_LENGTH : _LENGTH + size]
-        if size > len(payload):
-            rest = endpoint.receive(torch.empty(size - len(payload), dtype=torch.uint8), what).wait(what)
-            payload += rest.numpy().tobytes()
-        found = pickle.loads(payload)
+        found = pickle.loads(self._control[peer].receive_bytes(what))
         if type(found) is ExchangeRequests and what != ExchangeRequests.__name__:
             raise found[0].error(self.name_of(peer), f"{self.name_of(self.stage)} waits for {what}")
         return found
@@ -183,24 +178,19 @@ class Transport(Connection):
         if self.stage != source:
             return self.recv_object(source, what)
         payload = dumps(obj)
-        for peer in self._control:
-            self._send_bytes(payload, peer)
+        for endpoint in self._control.values():
+            endpoint.send_bytes(payload)
         return obj
 
-    def send_on_control(self, tensor: Tensor, peer: int) -> None:
-        """Send a dense tensor on the CPU, in order with objects."""
+    def send_on_control(self, tensor: Tensor, peer: int, *, waits: bool = False) -> None:
+        """Send a dense tensor on the CPU, in order with objects; `waits` until it has left, so that it may be freed."""
         self._control[peer].send(flat(tensor))
+        if waits:
+            self._control[peer].flush()
 
     def receive_on_control(self, buffer: Tensor, peer: int, what: str) -> Tensor:
         """Receive into a dense tensor on the CPU, in order with objects."""
         return self._control[peer].receive(buffer, what).wait(what)
-
-    def _send_bytes(self, payload: bytes, peer: int) -> None:
-        endpoint = self._control[peer]
-        frame = len(payload).to_bytes(_LENGTH, "little") + payload[: FRAME - _LENGTH]
-        endpoint.send(torch.frombuffer(bytearray(frame.ljust(FRAME, b"\0")), dtype=torch.uint8))
-        if rest := payload[FRAME - _LENGTH :]:
-            endpoint.send(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
     # -- between all stages -------------------------------------------------------------------------------------------
 
@@ -286,40 +276,55 @@ class Transport(Connection):
     def _connect(self, routes: list[Route]) -> None:
         backend = backend_of(self.device.type)
         check_environment(backend)
-        is_gloo = backend == dist.Backend.GLOO
-        if not is_gloo:
-            self._wire_device = self.device
-        self.control_group = control = self._new_group(dist.Backend.GLOO)
-        for peer in range(self.num_stages):
-            if peer != self.stage:
-                self._control[peer] = self._end(control, peer, "a message", is_gloo=True, window=_CONTROL_WINDOW)
-                self._reads[peer] = self._end(control, peer, "what a step reads", is_gloo=True, window=None)
+        is_on_host = backend == dist.Backend.GLOO
+        others = [peer for peer in range(self.num_stages) if peer != self.stage]
+        wanted = {(peer, number) for peer in others for number in (_CONTROL, _READS)}
+        if is_on_host:
+            wanted |= {(route.peer_of(self.stage), _number(route)) for route in routes if self.stage in route[1:]}
+        streams = self._streams(wanted)
+        on_host = LoggedHostEndpoint if self._is_logged else HostEndpoint
+        on_device = LoggedDeviceEndpoint if self._is_logged else DeviceEndpoint
+        for peer in others:
+            self._control[peer] = on_host(self, streams[peer, _CONTROL], peer, "a message", window=_CONTROL_WINDOW)
+            self._reads[peer] = on_host(self, streams[peer, _READS], peer, "what a step reads")
         groups: dict[tuple[Channel, bool], dist.ProcessGroup] = {}
-        for channel, source, destination in routes:
-            # What is shared goes both ways in one order on both sides, and there are many pairs that may share.
-            direction = (channel, channel is Channel.SHARED or destination > source)
-            if is_gloo and channel is Channel.BACKWARD:
-                # The two ways between a pair do not wait for one another, and one thread for both wakes up less.
-                direction = (Channel.FORWARD, source > destination)
-            if direction not in groups:
+        for route in routes:
+            # Also of other ranks' routes, as all of them make all groups.
+            direction = (route.channel, route.channel is Channel.SHARED or route.destination > route.source)
+            if not is_on_host and direction not in groups:
                 groups[direction] = self._new_group(backend)
-            if self.stage == source:
-                # Gloo cannot tell which sends have finished, so old ones are waited for; not those of a batch, as
-                # its receivers may not ask for the last micro-batch before this stage has computed the first.
-                window = SEND_WINDOW if is_gloo and channel is not Channel.BATCH else None
-                end = self._end(groups[direction], destination, channel.name, is_gloo=is_gloo, window=window)
-                self._outgoing[channel, destination] = end
-            elif self.stage == destination:
-                end = self._end(groups[direction], source, channel.name, is_gloo=is_gloo, window=None)
-                self._incoming[channel, source] = end
-        if not is_gloo:  # such backends connect on first use, where different orders would deadlock
+            if self.stage not in route[1:]:
+                continue
+            peer = route.peer_of(self.stage)
+            if is_on_host:
+                # A batch is not waited for, as its receivers may not ask for the last micro-batch before this stage has
+                # computed the first.
+                window = SEND_WINDOW if route.channel is not Channel.BATCH else None
+                stream = streams[peer, _number(route)]
+                end: Endpoint = on_host(self, stream, peer, route.channel.name, window=window)
+            else:
+                end = on_device(self, groups[direction], peer, route.channel.name)
+            (self._outgoing if self.stage == route.source else self._incoming)[route.channel, peer] = end
+        if not is_on_host:  # such backends connect on first use, where different orders would deadlock
+            self._wire_device = self.device
             self._warm_up(routes)
             self._on_device = self._new_group(backend)
             warm_up(self._on_device)
 
-    def _end(self, group: dist.ProcessGroup, peer: int, name: str, *, is_gloo: bool, window: int | None) -> Endpoint:
-        kind = LoggedEndpoint if self._is_logged else Endpoint
-        return kind(self, group, peer, name, is_gloo=is_gloo, window=window)
+    def _streams(self, wanted: Set[tuple[int, int]]) -> dict[tuple[int, int], Stream]:
+        """Streams to other stages, by (peer, number)."""
+        places = {rank: stage for stage, rank in enumerate(self.pipeline_ranks)}
+        store = BoundedStore(_torch.default_store(), rank=self.topology.rank, limit=self.timeout)
+        by_rank = {(self.pipeline_ranks[peer], number) for peer, number in wanted}
+        with store.asked():
+            found = connect(store, self.topology.rank, by_rank, self.timeout, self._raise_failure)
+        return {(places[rank], number): stream for (rank, number), stream in found.items()}
+
+    def _raise_failure(self) -> None:
+        if self.notice.failure is not None:
+            raise self.notice.explain(
+                RuntimeError("failed"), waiting_for="all ranks to connect", peer=None, timed_out_after=None
+            )
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """The group of this pipeline's ranks. Every rank of the world makes those of all pipelines, as torch asks."""
@@ -341,14 +346,14 @@ class Transport(Connection):
                 self.recv(meta, source, channel).wait(f"the first connection on {channel.name}")
 
     def _abort(self) -> None:
-        """End operations on an accelerator that wait for a failed rank. Gloo has nothing to abort."""
+        """End operations on an accelerator that wait for a failed rank."""
         for group in list(self._groups):
             group.abort()
 
     def _disconnect(self) -> None:
-        """Drop the process groups.
+        """Close all connections, which wakes the peers.
 
-        Gloo closes its connections, which wakes the peers, once nothing refers to them: no work, endpoint or group.
+        A process group closes its own once nothing refers to them: no work, endpoint or group.
         """
         for receive in self.receives:
             receive.abandon()
@@ -357,6 +362,17 @@ class Transport(Connection):
         for endpoint in itertools.chain.from_iterable(end.values() for end in ends):
             endpoint.close()
         self._outgoing, self._incoming, self._control, self._reads = {}, {}, {}, {}
-        groups, self._groups, self.control_group, self._on_device = self._groups, [], None, None
+        groups, self._groups, self._on_device = self._groups, [], None
         while groups and dist.is_initialized():
             dist.destroy_process_group(groups.pop())
+
+
+def _number(route: Route) -> int:
+    """The number of a route's stream between its two stages.
+
+    Activations and the gradients that come back for them share one.
+    """
+    is_up = route.destination > route.source
+    if route.channel is Channel.BACKWARD:
+        return 2 * Channel.FORWARD + (not is_up)
+    return 2 * route.channel + (is_up or route.channel is Channel.SHARED)

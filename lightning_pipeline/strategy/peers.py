@@ -7,6 +7,7 @@ import platform
 import zlib
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -28,6 +29,7 @@ SETTINGS = (
 """Arguments of a Trainer that decide what its loops do, and so which messages ranks wait for."""
 
 
+@cache  # files of distributions are read for it
 def versions() -> dict[str, str]:
     """The versions that all ranks must have."""
     return {

@@ -1,0 +1,329 @@
+"""Messages between the ranks of a pipeline in host memory, over TCP connections of their own.
+
+Gloo carries such messages as well, but each of them is announced, asked for and sent by a thread that spins while the
+one that computes holds a lock, and has lost its core. Where ranks share cores that takes milliseconds. Here a message
+leaves and arrives within the call of the thread that needs it:
+
+    send        header and data in one system call; what the system does not take at once, a thread sends
+    receive     notes where a message is to go; a thread begins to read it if it is large
+    wait        reads what has arrived, whatever it is for, up to the message that is waited for
+
+Each connection is for one stream of messages, so that none waits behind those of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+_HEADER = struct.Struct("<qq")  # tag and size in bytes
+_BUFFER = 1 << 14  # bytes that are read ahead
+LARGE = 1 << 18
+"""Bytes from which a receive begins before it is waited for."""
+_FOREVER = timedelta(0)  # as the system writes it
+
+
+class Message(Protocol):
+    """One that is underway."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until it has left, or come.
+
+        Raises:
+            RuntimeError: the connection broke, or the time is over; its text tells which.
+        """
+
+
+class _Departed:
+    """A message that the system has taken."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+_DEPARTED = _Departed()
+
+
+class _Departing:
+    """A message that a thread sends."""
+
+    def __init__(self, parts: list[memoryview]) -> None:
+        self.parts = parts
+        self.error = ""
+        self.has_ended = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.has_ended.is_set() and not self.error
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.has_ended.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out: the peer does not take what is sent")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class Arriving:
+    """A message that is expected.
+
+    Attributes:
+        data: its bytes, once it has come.
+    """
+
+    __slots__ = ("_stream", "data", "has_come", "is_sized")
+
+    def __init__(self, stream: Stream, memory: memoryview | None) -> None:
+        self._stream = stream
+        self.is_sized = memory is not None
+        self.data: Any = memory
+        self.has_come = False
+
+    def is_completed(self) -> bool:
+        return self.has_come
+
+    def wait(self, timeout: timedelta) -> None:
+        self._stream.read_up_to(self, timeout)
+
+
+class Stream:
+    """A connection to one rank, with messages in both directions. Those with the same tag keep their order.
+
+    Any thread may send, receive and wait; one of those that wait reads for all.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._limit: timedelta | None = None  # of a read
+        self._error = ""
+        self._sending = threading.Lock()
+        self._num_departing = 0
+        self._sender = _Background("pipeline-sender")
+        self._changed = threading.Condition(threading.Lock())
+        self._is_reading = False
+        self._reader = _Background("pipeline-reader")
+        self._expected: defaultdict[int, deque[Arriving]] = defaultdict(deque)
+        self._early: defaultdict[int, deque[memoryview]] = defaultdict(deque)
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._ahead = self._buffer[:0]  # what has been read ahead
+
+    def send(self, data: bytes | memoryview, tag: int = 0) -> Message:
+        """Send bytes, which must not change until they have left. Never waits.
+
+        Raises:
+            RuntimeError: the connection is broken.
+        """
+        body = memoryview(data).cast("B")
+        parts = [memoryview(_HEADER.pack(tag, len(body))), body]
+        with self._sending:
+            if not self._num_departing:
+                parts = _after(parts, self._send_now(parts))
+                if not parts:
+                    return _DEPARTED
+            self._num_departing += 1
+        message = _Departing(parts)
+        self._sender.call(self._send_rest, message)
+        return message
+
+    def receive(self, memory: memoryview | None, tag: int = 0) -> Arriving:
+        """Expect the next message with a tag.
+
+        Args:
+            memory: where it goes; None if its size is not known.
+        """
+        message = Arriving(self, memory)
+        with self._changed:
+            if (early := _next(self._early, tag)) is not None:
+                _deliver(message, early)
+                return message
+            self._expected[tag].append(message)
+        if memory is not None and len(memory) >= LARGE:
+            self._reader.call(self._read_ahead_to, message)
+        return message
+
+    def read_up_to(self, message: Arriving, timeout: timedelta) -> None:
+        """Read until a message has come. The timeout begins anew with each that comes before."""
+        with self._changed:
+            while not message.has_come:
+                if self._error:
+                    raise RuntimeError(self._error)
+                if self._is_reading:
+                    if not self._changed.wait(timeout.total_seconds() or None):
+                        raise RuntimeError("timed out: nothing came")
+                    continue
+                self._is_reading = True
+                self._changed.release()
+                try:
+                    self._read(timeout)
+                finally:
+                    self._changed.acquire()
+                    self._is_reading = False
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """Close the connection, which wakes up the peer and whoever waits here. What has been sent arrives."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        self._sender.close()
+        self._reader.close()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _send_now(self, parts: list[memoryview]) -> int:
+        """Give the system what it takes. Returns how many bytes that are."""
+        try:
+            return self._connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise RuntimeError(_told(error)) from None
+
+    def _send_rest(self, message: _Departing) -> None:
+        try:
+            for part in message.parts:
+                self._connection.sendall(part)
+        except OSError as error:
+            message.error = _told(error)
+        with self._sending:
+            self._num_departing -= 1
+        message.parts.clear()
+        message.has_ended.set()
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def _read(self, timeout: timedelta) -> None:
+        """Read one message; a single thread does at a time."""
+        try:
+            if timeout != self._limit:
+                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(timeout))
+                self._limit = timeout
+            header = memoryview(bytearray(_HEADER.size))
+            self._fill(header)
+            tag, size = _HEADER.unpack(header)
+            with self._changed:
+                message = _next(self._expected, tag)
+            if message is None or not message.is_sized:
+                data = memoryview(bytearray(size))
+            elif size <= len(message.data):  # all ranks exchange vectors that may be longer where they disagree
+                data = message.data[:size]
+            else:
+                raise RuntimeError(f"a message of {size:,} bytes came where {len(message.data):,} were expected")
+            self._fill(data)
+        except BlockingIOError:
+            self._error = "timed out: nothing came"
+            raise RuntimeError(self._error) from None
+        except (OSError, RuntimeError) as error:
+            self._error = _told(error)
+            raise RuntimeError(self._error) from None
+        with self._changed:
+            message = message or _next(self._expected, tag)
+            if message is None:
+                self._early[tag].append(data)
+            else:
+                _deliver(message, data)
+
+    def _fill(self, memory: memoryview) -> None:
+        """Read bytes, those that were read ahead first."""
+        done = 0
+        while True:
+            num = min(len(memory) - done, len(self._ahead))
+            memory[done : done + num] = self._ahead[:num]
+            self._ahead = self._ahead[num:]
+            done += num
+            if done == len(memory):
+                return
+            if len(memory) - done >= _BUFFER:
+                done += self._receive(memory[done:], socket.MSG_WAITALL)
+            else:
+                self._ahead = self._buffer[: self._receive(self._buffer)]
+
+    def _receive(self, memory: memoryview, flags: int = 0) -> int:
+        num = self._connection.recv_into(memory, flags=flags)
+        if not num:
+            raise ConnectionError("connection closed")
+        return num
+
+    def _read_ahead_to(self, message: Arriving) -> None:
+        with contextlib.suppress(RuntimeError):  # whoever waits for it is told
+            self.read_up_to(message, _FOREVER)
+
+
+class _Background:
+    """A thread that makes calls one after the other, from the first one on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[tuple[Callable[[Any], None], Any] | None] | None = None
+
+    def call(self, function: Callable[[Any], None], argument: Any) -> None:
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            threading.Thread(target=_make_calls, args=(self._calls,), name=self._name, daemon=True).start()
+        self._calls.put((function, argument))
+
+    def close(self) -> None:
+        if self._calls is not None:
+            self._calls.put(None)
+
+
+def _make_calls(calls: SimpleQueue[tuple[Callable[[Any], None], Any] | None]) -> None:
+    while (call := calls.get()) is not None:
+        function, argument = call
+        function(argument)
+        del call, function, argument  # a message holds a tensor
+
+
+def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of parts after so many bytes."""
+    left = []
+    for part in parts:
+        if num_bytes < len(part):
+            left.append(part[num_bytes:])
+        num_bytes = max(0, num_bytes - len(part))
+    return left
+
+
+def _next(queues: dict[int, deque[T]], tag: int) -> T | None:
+    """Take the first of a tag's queue; one that is empty goes, as there may be a tag for each message."""
+    queue = queues.get(tag)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return first
+
+
+def _deliver(message: Arriving, data: memoryview) -> None:
+    """Give a message its bytes, if they are not in their place already."""
+    if not message.is_sized:
+        message.data = data
+    elif data.obj is not message.data.obj:
+        message.data[: len(data)] = data
+    message.has_come = True
+
+
+def timeval(timeout: timedelta) -> bytes:
+    return struct.pack("@ll", timeout.days * 86_400 + timeout.seconds, timeout.microseconds)
+
+
+def _told(error: Exception) -> str:
+    """An error of the system in the words by which a broken connection is known."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"connection closed ({os.strerror(error.errno).lower()})"
+    return str(error)
