@@ -167,7 +167,7 @@ def _share_on_device(wanted: Sequence[Wanted], transport: Transport, rank: int) 
 def check_on_the_way(
     microbatches: Sequence[Microbatch], current: Recording, transport: Transport | None, then: str
 ) -> None:
-    """Compare the calls so far, before values of them are sent: Gloo ends a process that gets more than it expects.
+    """Compare the calls so far, before values of them are sent, which a rank that ran others would take for its own.
 
     All ranks must call it. A rank that has come to the end of its step instead is told as well.
 

@@ -90,7 +90,7 @@ def measure_link(transport: Transport | None, device: torch.device) -> Link | No
 
 
 def own_clock(device: torch.device) -> Callable[[], float]:
-    """The time in which this process had a core: on the CPU with Gloo's threads, which take cores from the stages."""
+    """The time in which this process had a core: on the CPU with all its threads, which take cores from the stages."""
     return time.process_time if device.type == "cpu" else time.thread_time
 
 
