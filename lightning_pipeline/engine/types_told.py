@@ -108,7 +108,7 @@ def _is_users(module: ModuleType) -> bool:
     if module.__name__.partition(".")[0] in _NEVER:
         return False
     is_installed = path is None or path.startswith(_LIBRARIES)
-    return module.__name__ == "__main__" or not is_installed or any(name in vars(module) for name in _OF_TORCH)
+    return module.__name__ == "__main__" or not is_installed or not vars(module).keys().isdisjoint(_OF_TORCH)
 
 
 _USE = re.compile(rb"(?<![.\w])type\s*[(,)]")
