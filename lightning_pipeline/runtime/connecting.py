@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from datetime import timedelta
 
 from lightning_pipeline.runtime.errors import PipelineTimeoutError, ranks
@@ -39,11 +39,10 @@ def connect(
         RuntimeError: a rank cannot be reached.
         ValueError: ``GLOO_SOCKET_IFNAME`` names no interface with an address.
     """
-    wanted = sorted(wanted)
+    wanted = set(wanted)
     place = f"pipeline_streams/{store.add(f'pipeline_streams/rank{rank}', 1)}"
     deadline = time.monotonic() + timeout.total_seconds()
-    sockets: dict[tuple[int, int], socket.socket] = {}
-    with _listener(len(wanted)) as listener, contextlib.ExitStack() as on_error:
+    with _listener(len(wanted)) as listener, contextlib.ExitStack() as opened:
         token = secrets.token_bytes(16)
         address, port = listener.getsockname()[:2]
         store.set(f"{place}/{rank}", json.dumps([address, port, token.hex()]))
@@ -51,34 +50,50 @@ def connect(
         if lower and not store.wait_looking([f"{place}/{peer}" for peer in lower], timeout, look):
             raise _missing(rank, [peer for peer in lower if not store.check(f"{place}/{peer}")], timeout)
         told = {peer: json.loads(store.get(f"{place}/{peer}")) for peer in lower}
-        for peer, number in wanted:
+        sockets: dict[tuple[int, int], socket.socket] = {}
+        for peer, number in sorted(wanted):
             if peer < rank:
-                address, port, its_token = told[peer]
-                try:
-                    one = socket.create_connection((address, port), max(1.0, deadline - time.monotonic()))
-                    sockets[peer, number] = on_error.enter_context(one)
-                    one.sendall(_HELLO.pack(bytes.fromhex(its_token), rank, number))
-                except OSError as error:
-                    raise RuntimeError(
-                        f"rank {rank} does not reach rank {peer} at {address}, port {port} ({error}): {_WAY_OUT}"
-                    ) from None
-        missing = {(peer, number) for peer, number in wanted if peer > rank}
-        while missing:
+                one = _reached(rank, peer, number, told[peer], max(1.0, deadline - time.monotonic()))
+                sockets[peer, number] = opened.enter_context(one)
+        while missing := wanted - sockets.keys():
             if time.monotonic() > deadline:
                 raise _missing(rank, sorted({peer for peer, _ in missing}), timeout)
             look()
-            with contextlib.suppress(OSError, struct.error):  # none yet, or somebody else's
-                one, _ = listener.accept()
-                one.setblocking(True)
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_GREETING))
-                found, *who = _HELLO.unpack(one.recv(_HELLO.size, socket.MSG_WAITALL))
-                if secrets.compare_digest(found, token) and tuple(who) in missing:
-                    missing.remove((who[0], who[1]))
-                    sockets[who[0], who[1]] = on_error.enter_context(one)
-                else:
-                    one.close()
-        on_error.pop_all()
+            if (accepted := _accepted(listener, token, missing)) is not None:
+                sockets[accepted[0]] = opened.enter_context(accepted[1])
+        opened.pop_all()
     return {key: Stream(one) for key, one in sockets.items()}
+
+
+def _reached(rank: int, peer: int, number: int, told: tuple[str, int, str], seconds: float) -> socket.socket:
+    """A connection to another rank, which knows what it is for."""
+    address, port, token = told
+    try:
+        one = socket.create_connection((address, port), seconds)
+        one.sendall(_HELLO.pack(bytes.fromhex(token), rank, number))
+    except OSError as error:
+        raise RuntimeError(
+            f"rank {rank} does not reach rank {peer} at {address}, port {port} ({error}): {_WAY_OUT}"
+        ) from None
+    return one
+
+
+def _accepted(
+    listener: socket.socket, token: bytes, missing: Set[tuple[int, int]]
+) -> tuple[tuple[int, int], socket.socket] | None:
+    """A connection from another rank, and what it is for; None if nobody came just now, or somebody else did."""
+    try:
+        one, _ = listener.accept()
+    except OSError:
+        return None
+    with contextlib.suppress(OSError, struct.error):
+        one.setblocking(True)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_GREETING))
+        found, peer, number = _HELLO.unpack(one.recv(_HELLO.size, socket.MSG_WAITALL))
+        if secrets.compare_digest(found, token) and (peer, number) in missing:
+            return (peer, number), one
+    one.close()
+    return None
 
 
 def _missing(rank: int, peers: list[int], timeout: timedelta) -> PipelineTimeoutError:
