@@ -27,8 +27,8 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 _HEADER = struct.Struct("<qq")  # tag and size in bytes
 _BUFFER = 1 << 14  # bytes that are read ahead
-LARGE = 1 << 18
-"""Bytes from which a receive begins before it is waited for."""
+LARGE = 1 << 22
+"""Bytes from which a receive begins before it is waited for: about as many as the system keeps for it by itself."""
 _FOREVER = timedelta(0)  # as the system writes it
 
 
