@@ -23,6 +23,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 _HEADER = struct.Struct("<qq")  # tag and size in bytes
@@ -120,6 +121,7 @@ class Stream:
         self._early: defaultdict[int, deque[memoryview]] = defaultdict(deque)
         self._buffer = memoryview(bytearray(_BUFFER))
         self._ahead = self._buffer[:0]  # what has been read ahead
+        _open.add(self)
 
     def send(self, data: bytes | memoryview, tag: int = 0) -> Message:
         """Send bytes, which must not change until they have left. Never waits.
@@ -261,6 +263,18 @@ class Stream:
     def _read_ahead_to(self, message: Arriving) -> None:
         with contextlib.suppress(RuntimeError):  # whoever waits for it is told
             self.read_up_to(message, _FOREVER)
+
+
+_open: WeakSet[Stream] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a fork, such as a loader's worker, close what belongs to the rank: its peers then notice when it ends."""
+    for stream in list(_open):
+        stream._connection.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Background:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -143,6 +145,23 @@ def test_what_was_sent_before_closing_arrives(ends: tuple[Stream, Stream]) -> No
     ends[0].send(b"last words")
     ends[0].close()
     assert received(ends[1], None) == b"last words"
+
+
+def test_a_fork_holds_no_connection_open(ends: tuple[Stream, Stream]) -> None:
+    """The workers of a loader may outlive a rank that was killed."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(SOON_S)
+        os._exit(0)
+    try:
+        ends[0]._connection.close()  # as the system does
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="connection closed"):
+            ends[1].receive(None).wait(SOON)
+        assert time.monotonic() - began < SOON_S / 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("how", ["receive", "large receive", "send"])
