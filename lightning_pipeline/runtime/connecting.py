@@ -26,7 +26,7 @@ _WAY_OUT = "set GLOO_SOCKET_IFNAME to the network interface by which machines re
 def connect(
     store: BoundedStore, rank: int, wanted: Iterable[tuple[int, int]], timeout: timedelta, look: Callable[[], object]
 ) -> dict[tuple[int, int], Stream]:
-    """Streams to other ranks, by (rank, number). Both ends want the same numbers, and all ranks call this alike often.
+    """Streams to other ranks, by (rank, number). Both ends want the same numbers, and all ranks call it equally often.
 
     A rank listens until it is connected, where Gloo listens as well: at the address of ``GLOO_SOCKET_IFNAME``, else at
     that of its host's name, else at the loopback address. Those of higher ranks connect to it.
@@ -53,7 +53,14 @@ def connect(
         sockets: dict[tuple[int, int], socket.socket] = {}
         for peer, number in sorted(wanted):
             if peer < rank:
-                one = _reached(rank, peer, number, told[peer], max(1.0, deadline - time.monotonic()))
+                try:
+                    one = _reached(told[peer], rank, number, max(1.0, deadline - time.monotonic()))
+                except OSError as error:
+                    look()  # it may have failed
+                    address, port, _ = told[peer]
+                    raise RuntimeError(
+                        f"rank {rank} does not reach rank {peer} at {address}, port {port} ({error}): {_WAY_OUT}"
+                    ) from None
                 sockets[peer, number] = opened.enter_context(one)
         while missing := wanted - sockets.keys():
             if time.monotonic() > deadline:
@@ -65,16 +72,13 @@ def connect(
     return {key: Stream(one) for key, one in sockets.items()}
 
 
-def _reached(rank: int, peer: int, number: int, told: tuple[str, int, str], seconds: float) -> socket.socket:
-    """A connection to another rank, which knows what it is for."""
+def _reached(told: tuple[str, int, str], rank: int, number: int, seconds: float) -> socket.socket:
+    """A connection to a rank that listens, which has been told what it is for."""
     address, port, token = told
-    try:
-        one = socket.create_connection((address, port), seconds)
+    with contextlib.ExitStack() as opened:
+        one = opened.enter_context(socket.create_connection((address, port), seconds))
         one.sendall(_HELLO.pack(bytes.fromhex(token), rank, number))
-    except OSError as error:
-        raise RuntimeError(
-            f"rank {rank} does not reach rank {peer} at {address}, port {port} ({error}): {_WAY_OUT}"
-        ) from None
+        opened.pop_all()
     return one
 
 
@@ -84,7 +88,7 @@ def _accepted(
     """A connection from another rank, and what it is for; None if nobody came just now, or somebody else did."""
     try:
         one, _ = listener.accept()
-    except OSError:
+    except (TimeoutError, ConnectionError):
         return None
     with contextlib.suppress(OSError, struct.error):
         one.setblocking(True)
@@ -130,7 +134,7 @@ def _own_addresses() -> list[tuple[int, str]]:
                 raise ValueError(f"GLOO_SOCKET_IFNAME={name} is no interface with an address ({error})") from None
         return [(socket.AF_INET, socket.inet_ntoa(told[20:24]))]
     found: list[tuple[int, str]] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             found.append((family, str(place[0])))
     return [*found, (socket.AF_INET, "127.0.0.1")]

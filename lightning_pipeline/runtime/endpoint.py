@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from datetime import timedelta
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.runtime.backends import bytes_of, flat
+from lightning_pipeline.runtime.backends import flat
+from lightning_pipeline.runtime.errors import is_late
 from lightning_pipeline.runtime.failure import FailureNotice
-from lightning_pipeline.runtime.streams import Message, Stream
+from lightning_pipeline.runtime.streams import Arriving, Message, Stream
 from lightning_pipeline.runtime.topology import Topology
 
 
@@ -41,7 +43,7 @@ class Connection:
         """
         rank = self.topology.pipeline_ranks[peer]
         limit = self.timeout.total_seconds()
-        timed_out = waited is not None and waited >= 0.99 * limit
+        timed_out = waited is not None and (waited >= 0.99 * limit or is_late(error))
         raise self.notice.explain(
             error,
             waiting_for=f"{what} {self.topology.describe(rank)}",
@@ -159,6 +161,11 @@ class HostEndpoint(Endpoint):
         self.wait(message, f"{what} from")
         return message.data
 
+    def finish_oldest(self) -> None:
+        for receive in self._connection.receives:  # the peer may be waiting for its own sends as well
+            receive.begin()
+        super().finish_oldest()
+
     def close(self) -> None:
         super().close()
         self._stream.close()
@@ -199,10 +206,12 @@ class DeviceEndpoint(Endpoint):
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    if tensor.dtype == torch.bfloat16:  # NumPy has none
-        tensor = bytes_of(tensor)
-    array: Any = tensor.numpy()
+    """The memory of a contiguous tensor on the CPU, which is kept for as long as the view of it.
+
+    Not by NumPy, after which a tensor can never be resized.
+    """
+    array: Any = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    array.tensor = tensor
     return memoryview(array).cast("B")
 
 
@@ -236,6 +245,11 @@ class PendingReceive:
             self._work = None
             self._connection.receives.discard(self)
         return self._buffer if self.device is None else self._buffer.to(self.device)
+
+    def begin(self) -> None:
+        """Have it read by a thread, if it comes over a stream."""
+        if isinstance(self._work, Arriving):
+            self._work.begin()
 
     def abandon(self) -> None:
         """Let go of the connection; nobody will wait."""

@@ -1,12 +1,15 @@
 """Messages between the ranks of a pipeline in host memory, over TCP connections of their own.
 
-Gloo carries such messages as well, but each of them is announced, asked for and sent by a thread that spins while the
-one that computes holds a lock, and has lost its core. Where ranks share cores that takes milliseconds. Here a message
+Gloo carries such messages as well, but each of them is announced, asked for and sent by a background thread, which
+spins for a lock whose holder may have been descheduled. Where ranks share cores that takes milliseconds. Here a message
 leaves and arrives within the call of the thread that needs it:
 
     send        header and data in one system call; what the system does not take at once, a thread sends
     receive     notes where a message is to go; a thread begins to read it if it is large
     wait        reads what has arrived, whatever it is for, up to the message that is waited for
+
+The system keeps only so much of what nobody reads. So a rank that waits for a send has its threads read what it expects
+meanwhile (`begin`), or two ranks that send to one another would wait forever.
 
 Each connection is for one stream of messages, so that none waits behind those of another.
 """
@@ -29,8 +32,12 @@ T = TypeVar("T")
 _HEADER = struct.Struct("<qq")  # tag and size in bytes
 _BUFFER = 1 << 14  # bytes that are read ahead
 LARGE = 1 << 22
-"""Bytes from which a receive begins before it is waited for: about as many as the system keeps for it by itself."""
+"""Bytes from which a receive begins before it is waited for: about as many as the system keeps between two processes of
+a machine."""
+_LARGE_AFAR = 1 << 16
+"""Likewise between machines."""
 _FOREVER = timedelta(0)  # as the system writes it
+_CLOSED, _LATE = "connection closed", "timed out: nothing came"
 
 
 class Message(Protocol):
@@ -84,16 +91,23 @@ class Arriving:
         data: its bytes, once it has come.
     """
 
-    __slots__ = ("_stream", "data", "has_come", "is_sized")
+    __slots__ = ("_has_begun", "_stream", "data", "has_come", "is_sized")
 
     def __init__(self, stream: Stream, memory: memoryview | None) -> None:
         self._stream = stream
+        self._has_begun = False
         self.is_sized = memory is not None
         self.data: Any = memory
         self.has_come = False
 
     def is_completed(self) -> bool:
         return self.has_come
+
+    def begin(self) -> None:
+        """Have a thread read it, so that the peer can send it."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._stream.begin(self)
 
     def wait(self, timeout: timedelta) -> None:
         self._stream.read_up_to(self, timeout)
@@ -109,13 +123,17 @@ class Stream:
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
+        place, peer = connection.getsockname(), connection.getpeername()
+        self._large = LARGE if place[0] == peer[0] else _LARGE_AFAR
         self._limit: timedelta | None = None  # of a read
         self._error = ""
+        self._is_closed = False
         self._sending = threading.Lock()
         self._num_departing = 0
         self._sender = _Background("pipeline-sender")
         self._changed = threading.Condition(threading.Lock())
         self._is_reading = False
+        self._num_read = 0  # bytes
         self._reader = _Background("pipeline-reader")
         self._expected: defaultdict[int, deque[Arriving]] = defaultdict(deque)
         self._early: defaultdict[int, deque[memoryview]] = defaultdict(deque)
@@ -132,13 +150,15 @@ class Stream:
         body = memoryview(data).cast("B")
         parts = [memoryview(_HEADER.pack(tag, len(body))), body]
         with self._sending:
+            if self._is_closed:
+                raise RuntimeError(_CLOSED)
             if not self._num_departing:
                 parts = _after(parts, self._send_now(parts))
                 if not parts:
                     return _DEPARTED
             self._num_departing += 1
-        message = _Departing(parts)
-        self._sender.call(self._send_rest, message)
+            message = _Departing(parts)
+            self._sender.call(self._send_rest, message)
         return message
 
     def receive(self, memory: memoryview | None, tag: int = 0) -> Arriving:
@@ -153,19 +173,26 @@ class Stream:
                 _deliver(message, early)
                 return message
             self._expected[tag].append(message)
-        if memory is not None and len(memory) >= LARGE:
-            self._reader.call(self._read_ahead_to, message)
+        if memory is not None and len(memory) >= self._large:
+            message.begin()
         return message
 
+    def begin(self, message: Arriving) -> None:
+        """Have a thread read until a message has come."""
+        with self._changed:
+            if not message.has_come and not self._is_closed:
+                self._reader.call(self._read_ahead_to, message)
+
     def read_up_to(self, message: Arriving, timeout: timedelta) -> None:
-        """Read until a message has come. The timeout begins anew with each that comes before."""
+        """Read until a message has come. The timeout is the longest in which nothing comes."""
         with self._changed:
             while not message.has_come:
                 if self._error:
                     raise RuntimeError(self._error)
                 if self._is_reading:
-                    if not self._changed.wait(timeout.total_seconds() or None):
-                        raise RuntimeError("timed out: nothing came")
+                    before = self._num_read
+                    if not self._changed.wait(timeout.total_seconds() or None) and self._num_read == before:
+                        raise RuntimeError(_LATE)
                     continue
                 self._is_reading = True
                 self._changed.release()
@@ -177,17 +204,22 @@ class Stream:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Close the connection, which wakes up the peer and whoever waits here. What has been sent arrives."""
+        """Close the connection, which wakes up the peer and whoever waits here. What the system has taken arrives,
+        unless the peer has sent what was not read.
+        """
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-        self._sender.close()
-        self._reader.close()
+        with self._sending, self._changed:
+            self._is_closed = True
+            self._sender.close()
+            self._reader.close()
+            self._early.clear()
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def _send_now(self, parts: list[memoryview]) -> int:
-        """Give the system what it takes. Returns how many bytes that are."""
+        """Give the system what it takes. Returns how many bytes that is."""
         try:
             return self._connection.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -224,20 +256,23 @@ class Stream:
             elif size <= len(message.data):  # all ranks exchange vectors that may be longer where they disagree
                 data = message.data[:size]
             else:
-                raise RuntimeError(f"a message of {size:,} bytes came where {len(message.data):,} were expected")
+                raise _too_long(size, message)
             self._fill(data)
+            with self._changed:
+                message = message or _next(self._expected, tag)
+                if message is None:
+                    self._early[tag].append(data)
+                else:
+                    _deliver(message, data)
         except BlockingIOError:
-            self._error = "timed out: nothing came"
+            self._error = _LATE
             raise RuntimeError(self._error) from None
         except (OSError, RuntimeError) as error:
             self._error = _told(error)
             raise RuntimeError(self._error) from None
-        with self._changed:
-            message = message or _next(self._expected, tag)
-            if message is None:
-                self._early[tag].append(data)
-            else:
-                _deliver(message, data)
+        except BaseException as error:  # in the middle of a message, after which nothing can be read
+            self._error = f"{_CLOSED} (reading was interrupted by {type(error).__name__})"
+            raise
 
     def _fill(self, memory: memoryview) -> None:
         """Read bytes, those that were read ahead first."""
@@ -250,14 +285,15 @@ class Stream:
             if done == len(memory):
                 return
             if len(memory) - done >= _BUFFER:
-                done += self._receive(memory[done:], socket.MSG_WAITALL)
+                done += self._receive(memory[done:])
             else:
                 self._ahead = self._buffer[: self._receive(self._buffer)]
 
-    def _receive(self, memory: memoryview, flags: int = 0) -> int:
-        num = self._connection.recv_into(memory, flags=flags)
+    def _receive(self, memory: memoryview) -> int:
+        num = self._connection.recv_into(memory)
         if not num:
-            raise ConnectionError("connection closed")
+            raise ConnectionError(_CLOSED)
+        self._num_read += num
         return num
 
     def _read_ahead_to(self, message: Arriving) -> None:
@@ -327,9 +363,15 @@ def _deliver(message: Arriving, data: memoryview) -> None:
     """Give a message its bytes, if they are not in their place already."""
     if not message.is_sized:
         message.data = data
+    elif len(data) > len(message.data):
+        raise _too_long(len(data), message)
     elif data.obj is not message.data.obj:
         message.data[: len(data)] = data
     message.has_come = True
+
+
+def _too_long(size: int, message: Arriving) -> RuntimeError:
+    return RuntimeError(f"a message of {size:,} bytes came where {len(message.data):,} were expected")
 
 
 def timeval(timeout: timedelta) -> bytes:
@@ -339,5 +381,5 @@ def timeval(timeout: timedelta) -> bytes:
 def _told(error: Exception) -> str:
     """An error of the system in the words by which a broken connection is known."""
     if isinstance(error, OSError) and error.errno is not None:
-        return f"connection closed ({os.strerror(error.errno).lower()})"
+        return f"{_CLOSED} ({os.strerror(error.errno).lower()})"
     return str(error)

@@ -67,8 +67,9 @@ class Transport(Connection):
     """Asynchronous sends and receives between the stages of this rank's pipeline; no wait exceeds the timeout.
 
     Peers are stages, 0 .. num_stages - 1. Messages on one route arrive in the order they were sent. Where Gloo is the
-    device's backend, and for objects, there is a stream for each channel and pair (`streams` says why not Gloo), else
-    one process group for each channel and direction (`backends` says why).
+    device's backend, and for objects, pairs have a stream for each channel and direction, which activations share with
+    the gradients that come back for them (`streams` says why not Gloo); else there is a process group for each channel
+    and direction (`backends` says why).
 
     Every rank of the world makes its transports in the same order, after ``init_process_group``.
 
@@ -316,8 +317,7 @@ class Transport(Connection):
         places = {rank: stage for stage, rank in enumerate(self.pipeline_ranks)}
         store = BoundedStore(_torch.default_store(), rank=self.topology.rank, limit=self.timeout)
         by_rank = {(self.pipeline_ranks[peer], number) for peer, number in wanted}
-        with store.asked():
-            found = connect(store, self.topology.rank, by_rank, self.timeout, self._raise_failure)
+        found = connect(store, self.topology.rank, by_rank, self.timeout, self._raise_failure)
         return {(places[rank], number): stream for (rank, number), stream in found.items()}
 
     def _raise_failure(self) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_pipeline.runtime.connecting import connect
 from lightning_pipeline.runtime.errors import PipelineTimeoutError, is_broken_connection, is_late
 from lightning_pipeline.runtime.store import BoundedStore
-from lightning_pipeline.runtime.streams import LARGE, Stream
+from lightning_pipeline.runtime.streams import _HEADER, LARGE, Stream
 from tests.launching import SOON_S
 
 SOON = timedelta(seconds=SOON_S)
@@ -101,6 +101,16 @@ def test_threads_that_wait_for_different_messages_get_their_own(ends: tuple[Stre
         assert [future.result(SOON_S) for future in futures] == [contents(8, tag) for tag in range(8)]
 
 
+def test_threads_that_send_at_once_do_not_mix_their_messages(ends: tuple[Stream, Stream]) -> None:
+    size, number = 3_000_000, 6
+    with ThreadPoolExecutor(4) as pool:
+        for tag in range(4):
+            pool.submit(lambda tag: [ends[0].send(contents(size, tag), tag) for _ in range(number)], tag)
+        for _ in range(number):
+            for tag in range(4):
+                assert received(ends[1], size, tag) == contents(size, tag)
+
+
 def test_a_shorter_message_fills_the_beginning(ends: tuple[Stream, Stream]) -> None:
     ends[0].send(b"abc")
     assert received(ends[1], 5) == b"abc\0\0"
@@ -110,6 +120,43 @@ def test_a_longer_message_is_an_error(ends: tuple[Stream, Stream]) -> None:
     ends[0].send(b"abcdef")
     with pytest.raises(RuntimeError, match="a message of 6 bytes came where 5 were expected"):
         received(ends[1], 5)
+
+
+def test_so_is_one_that_came_early(ends: tuple[Stream, Stream]) -> None:
+    ends[0].send(b"abcdef", 1)
+    ends[0].send(b"x", 2)
+    assert received(ends[1], 1, tag=2) == b"x"
+    with pytest.raises(RuntimeError, match="a message of 6 bytes came where 5 were expected"):
+        received(ends[1], 5, tag=1)
+
+
+def test_nothing_is_read_after_an_interrupted_message(ends: tuple[Stream, Stream]) -> None:
+    ends[0]._connection.sendall(_HEADER.pack(0, 8) + b"half")
+    earlier = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            received(ends[1], 8)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+    with pytest.raises(RuntimeError, match="interrupted by KeyboardInterrupt"):
+        received(ends[1], 8)
+
+
+def test_what_comes_slowly_is_not_late(ends: tuple[Stream, Stream]) -> None:
+    arriving = ends[1].receive(memoryview(bytearray(LARGE)))
+
+    def trickle() -> None:
+        ends[0]._connection.sendall(_HEADER.pack(0, LARGE))
+        for _ in range(4):
+            time.sleep(A_MOMENT.total_seconds() / 2)
+            ends[0]._connection.sendall(bytes(LARGE // 4))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(trickle)
+        arriving.wait(A_MOMENT)
+    assert arriving.is_completed()
 
 
 def waits(stream: Stream, how: str, errors: list[RuntimeError]) -> None:

@@ -130,6 +130,27 @@ def many_underway(transport: Transport) -> None:
     transport.flush()
 
 
+def both_send_more_than_the_system_keeps(transport: Transport) -> None:
+    """Receives are posted, and waited for once all is sent: sends that wait for room must not wait for one another."""
+    peer = 1 - transport.stage
+    there, back = (FORWARD, BACKWARD) if transport.stage == 0 else (BACKWARD, FORWARD)
+    meta = TensorMeta((750_000,), (1,), torch.float32)
+    pending = [transport.recv(meta, peer, back) for _ in range(16)]
+    for i in range(16):
+        transport.send(torch.full(meta.shape, float(i)), peer, there)
+    assert all(receive.wait("a tensor").eq(i).all() for i, receive in enumerate(pending))
+    transport.flush()
+
+
+def tensors_can_be_resized(transport: Transport) -> None:
+    """What was sent or received is as any other tensor."""
+    peer = 1 - transport.stage
+    tensor = torch.ones(4)
+    transport.send_on_control(tensor, peer)
+    received = transport.receive_on_control(torch.zeros(4), peer, "a tensor")
+    assert received.resize_(100).numel() == tensor.resize_(100).numel() == 100
+
+
 def sends_hold_little_memory(transport: Transport) -> None:
     """A sender keeps at most the send window alive, with no flush."""
     peer = 1 - transport.stage
@@ -187,6 +208,8 @@ def two_stages(transport: Transport) -> None:
     exchange(transport)
     profiles_hold_no_messages(transport)
     many_underway(transport)
+    both_send_more_than_the_system_keeps(transport)
+    tensors_can_be_resized(transport)
     sends_hold_little_memory(transport)
     objects_and_vectors(transport)
 
