@@ -34,6 +34,11 @@ class Connection:
         self.notice = notice
         self.receives: set[PendingReceive] = set()
 
+    def begin_receives(self) -> None:
+        """Have all that is expected read, as peers may wait for it to leave."""
+        for receive in self.receives:
+            receive.begin()
+
     def raise_broken(self, error: RuntimeError, peer: int, what: str, waited: float | None) -> NoReturn:
         """Raise what `error` means, which came up while sending to or receiving from the stage `peer`.
 
@@ -162,8 +167,7 @@ class HostEndpoint(Endpoint):
         return message.data
 
     def finish_oldest(self) -> None:
-        for receive in self._connection.receives:  # the peer may be waiting for its own sends as well
-            receive.begin()
+        self._connection.begin_receives()
         super().finish_oldest()
 
     def close(self) -> None:
@@ -177,7 +181,7 @@ class HostEndpoint(Endpoint):
         return self._stream.receive(_memory(buffer), tag)
 
     def _wait(self, work: Message) -> None:
-        work.wait(self._connection.timeout)
+        work.wait(self._connection.timeout, self._connection.begin_receives)
 
 
 class DeviceEndpoint(Endpoint):

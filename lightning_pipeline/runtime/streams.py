@@ -8,8 +8,8 @@ leaves and arrives within the call of the thread that needs it:
     receive     notes where a message is to go; a thread begins to read it if it is large
     wait        reads what has arrived, whatever it is for, up to the message that is waited for
 
-The system keeps only so much of what nobody reads. So a rank that waits for a send has its threads read what it expects
-meanwhile (`begin`), or two ranks that send to one another would wait forever.
+The system keeps only so much of what nobody reads. So a rank that waits for a send, or for long, has its threads read
+what else it expects (`begin`), or two ranks that send to one another would wait forever.
 
 Each connection is for one stream of messages, so that none waits behind those of another.
 """
@@ -36,8 +36,13 @@ LARGE = 1 << 22
 a machine."""
 _LARGE_AFAR = 1 << 16
 """Likewise between machines."""
-_FOREVER = timedelta(0)  # as the system writes it
+_PAUSE = timedelta(seconds=0.1)
+"""How long nothing comes before a rank that waits looks around."""
 _CLOSED, _LATE = "connection closed", "timed out: nothing came"
+
+
+def _nothing() -> None:
+    pass
 
 
 class Message(Protocol):
@@ -45,8 +50,11 @@ class Message(Protocol):
 
     def is_completed(self) -> bool: ...
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
         """Wait until it has left, or come.
+
+        Args:
+            on_pause: called now and then while nothing comes.
 
         Raises:
             RuntimeError: the connection broke, or the time is over; its text tells which.
@@ -59,7 +67,7 @@ class _Departed:
     def is_completed(self) -> bool:
         return True
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
         pass
 
 
@@ -77,7 +85,7 @@ class _Departing:
     def is_completed(self) -> bool:
         return self.has_ended.is_set() and not self.error
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
         if not self.has_ended.wait(timeout.total_seconds()):
             raise RuntimeError("timed out: the peer does not take what is sent")
         if self.error:
@@ -109,8 +117,8 @@ class Arriving:
             self._has_begun = True
             self._stream.begin(self)
 
-    def wait(self, timeout: timedelta) -> None:
-        self._stream.read_up_to(self, timeout)
+    def wait(self, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
+        self._stream.read_up_to(self, timeout, on_pause)
 
 
 class Stream:
@@ -122,10 +130,10 @@ class Stream:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(_PAUSE))
         self._connection = connection
         place, peer = connection.getsockname(), connection.getpeername()
         self._large = LARGE if place[0] == peer[0] else _LARGE_AFAR
-        self._limit: timedelta | None = None  # of a read
         self._error = ""
         self._is_closed = False
         self._sending = threading.Lock()
@@ -183,21 +191,31 @@ class Stream:
             if not message.has_come and not self._is_closed:
                 self._reader.call(self._read_ahead_to, message)
 
-    def read_up_to(self, message: Arriving, timeout: timedelta) -> None:
+    def read_up_to(self, message: Arriving, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
         """Read until a message has come. The timeout is the longest in which nothing comes."""
+        pauses = 0
         with self._changed:
             while not message.has_come:
                 if self._error:
                     raise RuntimeError(self._error)
                 if self._is_reading:
                     before = self._num_read
-                    if not self._changed.wait(timeout.total_seconds() or None) and self._num_read == before:
+                    if self._changed.wait(_PAUSE.total_seconds()) or self._num_read != before:
+                        pauses = 0
+                        continue
+                    pauses += 1
+                    if pauses * _PAUSE >= timeout:
                         raise RuntimeError(_LATE)
+                    self._changed.release()
+                    try:
+                        on_pause()
+                    finally:
+                        self._changed.acquire()
                     continue
                 self._is_reading = True
                 self._changed.release()
                 try:
-                    self._read(timeout)
+                    self._read(timeout, on_pause)
                 finally:
                     self._changed.acquire()
                     self._is_reading = False
@@ -240,14 +258,11 @@ class Stream:
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def _read(self, timeout: timedelta) -> None:
+    def _read(self, timeout: timedelta, on_pause: Callable[[], None]) -> None:
         """Read one message; a single thread does at a time."""
         try:
-            if timeout != self._limit:
-                self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(timeout))
-                self._limit = timeout
             header = memoryview(bytearray(_HEADER.size))
-            self._fill(header)
+            self._fill(header, timeout, on_pause)
             tag, size = _HEADER.unpack(header)
             with self._changed:
                 message = _next(self._expected, tag)
@@ -257,7 +272,7 @@ class Stream:
                 data = message.data[:size]
             else:
                 raise _too_long(size, message)
-            self._fill(data)
+            self._fill(data, timeout, on_pause)
             with self._changed:
                 message = message or _next(self._expected, tag)
                 if message is None:
@@ -274,7 +289,7 @@ class Stream:
             self._error = f"{_CLOSED} (reading was interrupted by {type(error).__name__})"
             raise
 
-    def _fill(self, memory: memoryview) -> None:
+    def _fill(self, memory: memoryview, timeout: timedelta, on_pause: Callable[[], None]) -> None:
         """Read bytes, those that were read ahead first."""
         done = 0
         while True:
@@ -285,12 +300,21 @@ class Stream:
             if done == len(memory):
                 return
             if len(memory) - done >= _BUFFER:
-                done += self._receive(memory[done:])
+                done += self._receive(memory[done:], timeout, on_pause)
             else:
-                self._ahead = self._buffer[: self._receive(self._buffer)]
+                self._ahead = self._buffer[: self._receive(self._buffer, timeout, on_pause)]
 
-    def _receive(self, memory: memoryview) -> int:
-        num = self._connection.recv_into(memory)
+    def _receive(self, memory: memoryview, timeout: timedelta, on_pause: Callable[[], None]) -> int:
+        pauses = 0
+        while True:
+            try:
+                num = self._connection.recv_into(memory)
+                break
+            except BlockingIOError:
+                pauses += 1
+                if pauses * _PAUSE >= timeout:
+                    raise
+                on_pause()
         if not num:
             raise ConnectionError(_CLOSED)
         self._num_read += num
@@ -298,7 +322,7 @@ class Stream:
 
     def _read_ahead_to(self, message: Arriving) -> None:
         with contextlib.suppress(RuntimeError):  # whoever waits for it is told
-            self.read_up_to(message, _FOREVER)
+            self.read_up_to(message, timedelta.max)
 
 
 _open: WeakSet[Stream] = WeakSet()

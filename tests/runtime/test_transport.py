@@ -142,6 +142,20 @@ def both_send_more_than_the_system_keeps(transport: Transport) -> None:
     transport.flush()
 
 
+def a_wait_does_not_keep_others_from_sending(transport: Transport) -> None:
+    """What is waited for is sent once more than the system keeps has left on another stream."""
+    meta = TensorMeta((750_000,), (1,), torch.float32)
+    if transport.stage == 0:
+        for i in range(16):
+            transport.send(torch.full(meta.shape, float(i)), 1, FORWARD)
+        transport.send_object("done", 1)
+        transport.flush()
+    else:
+        pending = [transport.recv(meta, 0, FORWARD) for _ in range(16)]
+        assert transport.recv_object(0, "the end") == "done"
+        assert all(receive.wait("a tensor").eq(i).all() for i, receive in enumerate(pending))
+
+
 def tensors_can_be_resized(transport: Transport) -> None:
     """What was sent or received is as any other tensor."""
     peer = 1 - transport.stage
@@ -209,6 +223,7 @@ def two_stages(transport: Transport) -> None:
     profiles_hold_no_messages(transport)
     many_underway(transport)
     both_send_more_than_the_system_keeps(transport)
+    a_wait_does_not_keep_others_from_sending(transport)
     tensors_can_be_resized(transport)
     sends_hold_little_memory(transport)
     objects_and_vectors(transport)
