@@ -155,9 +155,6 @@ def num_storage_references(tensor: Tensor) -> int:
 
 is_profiling = torch.autograd._profiler_enabled
 """Whether a profiler is on."""
-record_functions = torch.autograd._enable_record_function
-is_profiling = torch.autograd._profiler_enabled
-"""Whether a profiler that is on notes what this thread calls."""
 
 
 def group_backend(group: Any, device: torch.device) -> Any:

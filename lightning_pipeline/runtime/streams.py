@@ -61,19 +61,6 @@ class Message(Protocol):
         """
 
 
-class _Departed:
-    """A message that the system has taken."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
-        pass
-
-
-_DEPARTED = _Departed()
-
-
 class _Departing:
     """A message that a thread sends."""
 
@@ -90,6 +77,11 @@ class _Departing:
             raise RuntimeError("timed out: the peer does not take what is sent")
         if self.error:
             raise RuntimeError(self.error)
+
+
+_DEPARTED = _Departing([])
+"""One that the system has taken at once."""
+_DEPARTED.has_ended.set()
 
 
 class Arriving:

@@ -1,4 +1,4 @@
-"""Tensors and objects between real processes over Gloo."""
+"""Tensors and objects between real processes."""
 
 from __future__ import annotations
 
@@ -199,15 +199,6 @@ def objects_and_vectors(transport: Transport) -> None:
     transport.barrier("everyone")
 
 
-def profiles_hold_no_messages(transport: Transport) -> None:
-    """Gloo would write down the end of one that has not left when the profile is gone."""
-    with torch.profiler.profile() as profile:
-        exchange(transport)
-        torch.ones(2).add(1)
-    names = {event.key for event in profile.key_averages()}
-    assert "aten::add" in names and not any(name.startswith("gloo") for name in names)
-
-
 def speed_of_the_link(transport: Transport) -> None:
     link = measure_link(transport, transport.device)
     assert (link is None) == (transport.stage > 0)
@@ -220,7 +211,6 @@ def speed_of_the_link(transport: Transport) -> None:
 def two_stages(transport: Transport) -> None:
     speed_of_the_link(transport)
     exchange(transport)
-    profiles_hold_no_messages(transport)
     many_underway(transport)
     both_send_more_than_the_system_keeps(transport)
     a_wait_does_not_keep_others_from_sending(transport)
@@ -244,7 +234,7 @@ def replicas_stay_apart(transport: Transport) -> None:
 
 
 def another_backend(transport: Transport) -> None:
-    """Warm-up connected all routes, loops included; the control group is Gloo all the same."""
+    """Warm-up connected all routes, loops included."""
     exchange(transport)
     peer = 1 - transport.stage
     meta = TensorMeta((4,), (1,), torch.float32)
