@@ -87,7 +87,8 @@ def types_told() -> Iterator[None]:
     not torch's, Lightning's or Python's own.
     """
     with overridden() as override:
-        for module in list(sys.modules.values()):
+        names = [name for name in sys.modules if name.partition(".")[0] not in _NEVER]  # there are thousands
+        for module in map(sys.modules.get, names):
             if type(module) is ModuleType and "type" not in vars(module) and _is_users(module) and _uses_type(module):
                 override(module, "type", told_type)
         yield
@@ -97,7 +98,7 @@ _LIBRARIES = (
     *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     *(*site.getsitepackages(), site.getusersitepackages()),
 )
-_NEVER = ("torch", "torchmetrics", "numpy", *PACKAGES, __name__.partition(".")[0])
+_NEVER = frozenset(("torch", "torchmetrics", "numpy", *PACKAGES, __name__.partition(".")[0]))
 _OF_TORCH = ("torch", "Tensor", "nn")
 """Names by which a library's module shows that it knows of tensors."""
 
@@ -105,7 +106,7 @@ _OF_TORCH = ("torch", "Tensor", "nn")
 def _is_users(module: ModuleType) -> bool:
     """Whether this is the user's code, or that of a library for torch."""
     path = getattr(module, "__file__", None)
-    if module.__name__.partition(".")[0] in _NEVER:
+    if module.__name__.partition(".")[0] in _NEVER:  # it goes by another name
         return False
     is_installed = path is None or path.startswith(_LIBRARIES)
     return module.__name__ == "__main__" or not is_installed or not vars(module).keys().isdisjoint(_OF_TORCH)

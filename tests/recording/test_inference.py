@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -120,3 +121,108 @@ def test_what_is_large_is_not_computed_to_infer(monkeypatch: pytest.MonkeyPatch)
     assert spec.num_bytes > inference._SMALL
     result = Inference().result(F.relu, take_apart(F.relu, (large,), {}), [spec])
     assert result is not None and result.tensors == (spec,)
+
+
+SQUARE = torch.randn(8, 8)
+OF_ZEROS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "linear": (F.linear, (torch.randn(5, 8), torch.randn(5)), {}),
+    "matmul": (torch.matmul, (SQUARE,), {}),
+    "__matmul__": (Tensor.__matmul__, (SQUARE,), {}),
+    "bmm": (torch.bmm, (torch.randn(8, 4, 8).transpose(1, 2)[:2],), {}),
+    "addmm": (torch.addmm, (SQUARE, torch.randn(8, 8).t()), {}),
+    "baddbmm": (torch.baddbmm, (torch.randn(2, 4, 8), SQUARE.expand(2, 8, 8)), {}),
+    "conv1d": (F.conv1d, (torch.randn(3, 4, 3), torch.randn(3)), {"padding": 1}),
+    "conv2d": (F.conv2d, (torch.randn(3, 4, 3, 3),), {"stride": 2, "padding": 1}),
+    "batch_norm": (F.batch_norm, (torch.zeros(4), torch.ones(4), torch.ones(4)), {"training": True}),
+    "layer_norm": (F.layer_norm, ((8,), torch.ones(8), torch.zeros(8)), {}),
+    "group_norm": (F.group_norm, (2,), {}),
+    **{name: (getattr(F, name), (), {}) for name in ("relu", "gelu", "silu", "leaky_relu", "elu", "softplus")},
+    **{name: (getattr(torch, name), (), {}) for name in ("tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "square")},
+    **{name: (getattr(torch, name), (), {}) for name in ("sin", "cos", "abs", "neg", "sign", "detach", "clone")},
+    "log_sigmoid": (F.logsigmoid, (), {}),
+    "softmax": (F.softmax, (1,), {"dtype": torch.float64}),
+    "log_softmax": (F.log_softmax, (-1,), {}),
+    **{name: (getattr(F, name), (torch.randn(2, 4, 8),), {}) for name in ("mse_loss", "l1_loss", "smooth_l1_loss")},
+    "cross_entropy": (F.cross_entropy, (torch.zeros(2, 8).long(),), {"reduction": "none", "label_smoothing": 0.1}),
+    "nll_loss": (F.nll_loss, (torch.zeros(2, 8).long(),), {}),
+    "pow": (torch.pow, (2,), {}),
+    "__pow__": (Tensor.__pow__, (0.5,), {}),
+    "__neg__": (Tensor.__neg__, (), {}),
+    "clamp": (torch.clamp, (), {"min": 0.0}),
+    **{name: (getattr(Tensor, name), (torch.randn(4, 1),), {}) for name in ("add", "sub", "mul", "div")},
+    **{f"__{name}__": (getattr(Tensor, f"__{name}__"), (SQUARE[:1],), {}) for name in ("add", "sub", "mul", "truediv")},
+    **{f"__r{name}__": (getattr(Tensor, f"__r{name}__"), (2,), {}) for name in ("add", "sub", "mul", "truediv", "div")},
+    "sum": (torch.sum, (1,), {"keepdim": True}),
+    **{name: (getattr(torch, name), (-1,), {}) for name in ("mean", "amax", "amin", "unbind")},
+    "norm": (torch.norm, (), {"dim": 1}),
+    "view": (Tensor.view, (2, 4, 2, -1), {}),
+    "reshape": (torch.reshape, ((-1, 2),), {}),
+    "flatten": (torch.flatten, (1,), {}),
+    "transpose": (torch.transpose, (1, 2), {}),
+    "permute": (torch.permute, ((2, 0, 1),), {}),
+    "unsqueeze": (torch.unsqueeze, (1,), {}),
+    "squeeze": (torch.squeeze, (), {}),
+    "expand": (Tensor.expand, (3, -1, -1, -1), {}),
+    "contiguous": (Tensor.contiguous, (), {}),
+    "T.__get__": (Tensor.T.__get__, (), {}),  # type: ignore[attr-defined]
+    "mT.__get__": (Tensor.mT.__get__, (), {}),  # type: ignore[attr-defined]
+    "t": (torch.t, (), {}),
+    "chunk": (torch.chunk, (2, 1), {}),
+    "split": (torch.split, ([3, 5],), {"dim": -1}),
+    "__getitem__": (Tensor.__getitem__, ((slice(None), None, 1, slice(None, None, 2)),), {}),
+    **{name: (getattr(Tensor, name), (), {}) for name in ("float", "double", "half", "bfloat16", "relu_")},
+    **{name: (getattr(Tensor, name), (torch.ones(8),), {}) for name in ("add_", "sub_", "mul_", "div_", "copy_")},
+    "zero_": (Tensor.zero_, (), {}),
+    "fill_": (Tensor.fill_, (2.0,), {}),
+    "embedding": (F.embedding, (torch.randn(7, 5),), {}),
+    "dropout": (F.dropout, (0.5,), {}),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention, (INPUTS["heads"],) * 2, {"dropout_p": 0.1}),
+    "cat": (lambda x: torch.cat([x, x], 1), (), {}),
+    "stack": (lambda x: torch.stack([x, x], -1), (), {}),
+}
+OF_OTHER_SHAPES = {
+    "addmm": SQUARE.t(),
+    "t": SQUARE,
+    "T.__get__": SQUARE,
+    "conv2d": INPUTS["channels last"],
+    "scaled_dot_product_attention": INPUTS["heads"],
+    "embedding": torch.zeros(2, 3, dtype=torch.int64),
+}
+
+
+class _Noted(TorchFunctionMode):
+    """Notes the calls that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", sorted(inference._TOLD_BY_ZEROS))
+def test_zeros_tell_what_fake_tensors_do(name: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, arguments, options = OF_ZEROS[name]
+    compared = 0
+    for given in [OF_OTHER_SHAPES[name]] if name in OF_OTHER_SHAPES else INPUTS.values():
+        x = given.detach().requires_grad_(needs_grad and given.is_floating_point())
+        if needs_grad and name.endswith("_") and not name.endswith("__"):
+            x = x.clone()
+        with suppress(RuntimeError), _Noted() as noted:  # not each takes each shape
+            function(x, *arguments, **options)
+        call = take_apart(*noted.calls[0])
+        specs = [TensorSpec.of(tensor) for tensor in call.tensors]
+        func = noted.calls[0][0]
+        told = Inference()._without_draws(func, call, specs)
+        if told is None:
+            continue
+        assert inference._is_told_by_zeros(func, specs)
+        with monkeypatch.context() as patch:
+            patch.setattr(inference, "_is_told_by_zeros", lambda *_: False)
+            assert told == Inference().result(func, call, specs)
+        compared += 1
+    assert compared
