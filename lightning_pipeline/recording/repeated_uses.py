@@ -77,6 +77,7 @@ def _need_order(counts: Counter[int], placement: Sequence[int], *, comes_early: 
     Args:
         comes_early: an earlier visit uses the parameter after a later one.
     """
-    ranks = {placement[visit % len(placement)] for visit in counts}
+    ranks = [placement[visit % len(placement)] for visit in sorted(counts)]
     is_repeated = any(count > 1 for visit, count in counts.items() if comes_early or visit != max(counts))
-    return len(counts) > 1 and (is_repeated or (len(ranks) > 1 and len(counts) > len(ranks)))
+    is_once_in_order = len(set(ranks)) == len(ranks) and (len(ranks) == 2 or ranks == sorted(ranks))
+    return len(ranks) > 1 and (is_repeated or (len(set(ranks)) > 1 and not is_once_in_order))

@@ -22,7 +22,7 @@ PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 
 REPLICATED = "2x2-1f1b"
 """Of the others, many come to something else with replicas, as they do with DDP."""
-REVERSED = "2-1f1b-reversed"
+REVERSED = ("2-1f1b-reversed", "3-1f1b-reversed")
 BY_DEFAULT = {
     "2-1f1b": """
         TokensUnpadded KLFromSecondEpoch OwnEntriesInCheckpoint ListsForEpochEnd StatisticsOnFirstRank
@@ -47,7 +47,8 @@ BY_DEFAULT = {
     "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName ModulesPickledInStep",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
     REPLICATED: "FitsAfterNormsWereAdapted SparseBuffers ScaleWrittenOnFirstRank",
-    REVERSED: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
+    REVERSED[0]: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
+    REVERSED[1]: "NormShared",
 }
 """What runs by default, where it shows most: of each kind about one. An error ends a launch, so it comes last."""
 
@@ -102,7 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for configuration in configurations:
         first = defaults.get(configuration, [])
-        has_others = with_slow and configuration not in (REPLICATED, REVERSED)
+        has_others = with_slow and configuration not in (REPLICATED, *REVERSED)
         others = [name for name in HABITS if name not in first] if has_others else []
         for name in (*first, *others):
             if applies.get(configuration, lambda _: True)(HABITS[name]):
@@ -131,7 +132,7 @@ def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder:
 
 
 CONFIGURATIONS_OF: dict[object, Sequence[str]] = {
-    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED, REVERSED),
+    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED, *REVERSED),
     test_one_process_has_the_bits_of_plain_lightning: ("plain",),
     test_what_is_compared_shows_the_habit: ("without",),
 }
