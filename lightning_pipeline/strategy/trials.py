@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,27 @@ def best_tried(plans: Sequence[StagePlan], times: Sequence[Sequence[float]]) -> 
     return replace(plans[took.index(seconds)], step_seconds=seconds, is_tried=True)
 
 
+class _Tried(NamedTuple):
+    """The stages of a plan.
+
+    Attributes:
+        holders: the ranks that hold a tensor of the module, by number; of others, all do.
+    """
+
+    pipeline: Pipeline
+    tensors: ModuleTensors
+    holders: dict[int, Sequence[int]]
+
+    def settle(self) -> None:
+        """After a first step: go on as if each rank held what it has used, as in training. Who writes into a tensor
+        that others hold sends it to them."""
+        placement = self.pipeline.placement
+        for number, stages in enumerate(self.tensors.holders):
+            if stages:
+                self.holders[number] = sorted({placement[stage] for stage in stages})
+        self.pipeline.note_release()
+
+
 class TrialSteps:
     """Runs training steps without updates. The caller keeps them from leaving traces (`without_side_effects`).
 
@@ -154,16 +175,18 @@ class TrialSteps:
         slows all of them. All ranks of the pipeline must call it."""
         with gradients_apart(self._module), ExitStack() as patched:
             tried = [self._pipeline(plan) for plan in plans]
-            for pipeline in tried:
-                patched.enter_context(pipeline.recorder.patched())
-                self._seconds(pipeline)
-            needed = sum(map(self._seconds, tried))
+            for one in tried:
+                patched.enter_context(one.pipeline.recorder.patched())
+                self._seconds(one.pipeline)
+                one.settle()
+            pipelines = [one.pipeline for one in tried]
+            needed = sum(map(self._seconds, pipelines))
             # `needed` is the slowest rank's, so the count is the same on all.
             count = max(_MIN_STEPS, min(_MAX_STEPS, int(BUDGET_S / needed - _WARM_UP)))
-            rounds = [[self._seconds(pipeline) for pipeline in tried] for _ in range(count)]
+            rounds = [[self._seconds(pipeline) for pipeline in pipelines] for _ in range(count)]
         return [list(times) for times in zip(*rounds, strict=True)]
 
-    def _pipeline(self, plan: StagePlan) -> Pipeline:
+    def _pipeline(self, plan: StagePlan) -> _Tried:
         stages = resolve(self._module, plan.stage_config, plan.num_stages, has_virtual_stages=plan.has_virtual_stages)
         schedules = self._schedules_of(plan)
         transport = self._transport
@@ -173,18 +196,21 @@ class TrialSteps:
             transport = Transport.shared(
                 topology, transport.requested_device, transport.timeout, transport.store, transport.notice
             )
-        return Pipeline(
+        holders: dict[int, Sequence[int]] = {}
+        tensors = ModuleTensors(self._module, stages)
+        pipeline = Pipeline(
             rank=transport.stage,
             placement=schedules.placement,
             device=self._device,
             transport=transport,
-            tensors=ModuleTensors(self._module, stages),
+            tensors=tensors,
             calls=KeyedCalls(self._module, stages),
-            holders=lambda number: range(plan.num_stages),
+            holders=lambda number: holders.get(number, range(plan.num_stages)),
             schedule=schedules,
             num_microbatches=plan.num_microbatches,
             world=World(topology),  # other replicas, which try plans at the same time, are taken to be like this one
         )
+        return _Tried(pipeline, tensors, holders)
 
     def _seconds(self, pipeline: Pipeline) -> float:
         """Run one step; its time on the slowest rank."""

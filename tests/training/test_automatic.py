@@ -21,13 +21,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_pipeline import PipelineRebalance, PipelineStrategy
+from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.planning.profile import Profile
 from lightning_pipeline.strategy import partitioner, trials
 from tests.launching import launch
 from tests.models.lit import LayerDrop
 from tests.training.models import VOCABULARY, LitTokens, token_loader, tokens
-from tests.training.runs import Losses, Present, differing, measured_shortly, pipeline_trainer, weights
+from tests.training.runs import (
+    NUM_MICROBATCHES,
+    Losses,
+    Present,
+    differing,
+    measured_shortly,
+    pipeline_trainer,
+    weights,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -290,6 +299,33 @@ def another_is_faster(world: int) -> dict[str, Any]:
     return {**found, "tried": [(plan.schedule, plan.stage_config) for plan in plans]}
 
 
+def in_order_while_tried(world: int) -> list[int]:
+    """How many micro-batches of each step of a trial run call by call, with a norm whose statistics a step changes."""
+    if world == 1:
+        return []
+    counts: list[int] = []
+    finished: list[Any] = []
+    seconds, finish_in_order = trials.TrialSteps._seconds, PipelineStep._finish_in_order
+
+    def step(self: Any, pipeline: Any) -> float:
+        before = len(finished)
+        took = seconds(self, pipeline)
+        counts.append(len(finished) - before)
+        return took
+
+    def call_by_call(self: Any, *args: Any) -> None:
+        finished.append(args)
+        finish_in_order(self, *args)
+
+    with (
+        mock.patch.object(trials.TrialSteps, "_seconds", step),
+        mock.patch.object(PipelineStep, "_finish_in_order", call_by_call),
+        mock.patch.object(trials, "worth_trying", lambda module, plans, limit: plans[:1]),
+    ):
+        watched(world, {}, max_steps=1)
+    return counts
+
+
 def other_ways_between_ranks(world: int) -> dict[str, Any]:
     """Plans that are tried send where the pipeline did not before."""
     if world == 1:
@@ -408,6 +444,7 @@ def others(world: int, folder: str) -> dict[str, Any]:
         "out of memory": out_of_memory(world),
         "unequal": unequal(world),
         "another": another_is_faster(world),
+        "in order": in_order_while_tried(world),
         "badly cut": badly_cut(world),
         "stopped": stopped_before_it_is_cut(world),
     }
@@ -568,6 +605,13 @@ def test_a_plan_that_is_faster_than_the_simulated_best_is_taken(ranks: Any) -> N
         assert (plan["schedule"], plan["stage_config"]) == found["tried"][1] != found["tried"][0]
         assert plan["step_seconds"] == 1.0 and plan["is_tried"]
         assert len(found["losses"]) == 2
+
+
+def test_plans_are_timed_as_they_will_run(ranks: Any) -> None:
+    """As in training, stages run all at once from the second step on, though one of them writes into buffers."""
+    for first, *timed in (rank["in order"] for rank in ranks):
+        assert first == NUM_MICROBATCHES
+        assert len(timed) >= 2 and not any(timed)
 
 
 @pytest.mark.slow
