@@ -226,9 +226,14 @@ class Scaled(Evaluated):
         return super().forward(x) * self.scale
 
 
-@habit(plain=False, shows=False, replicated=PARTED)
+@habit(
+    plain=False,
+    shows=False,
+    replicated=PARTED,
+    reversed=error(r"mul_ changes what another stage holds, in code that the first rank alone .*first_rank\.py:\d+"),
+)
 class InitialisedOnFirstRank(Layers):
-    """The first rank alone scales weights, and replaces some, before training."""
+    """The first rank alone scales weights, and replaces some, before training; of `.data`, those of its own stage."""
 
     @rank_zero_only
     def on_fit_start(self) -> None:

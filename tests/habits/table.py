@@ -51,6 +51,7 @@ class Habit:
         expectation: on stages.
         automatic: on stages that are cut automatically, where that is another: measuring runs the step more often.
         replicated: with two replicas, where that is another.
+        reversed: with the first stage on the last rank, where that is another.
         observed: names of the module's attributes that every rank has to have alike in the end; dots go inwards.
         calls: what is called of the Trainer, in this order.
         epochs, batches: how much there is to train on.
@@ -71,6 +72,7 @@ class Habit:
     expectation: Expectation = EQUAL
     automatic: Expectation | None = None
     replicated: Expectation | None = None
+    reversed: Expectation | None = None
     observed: tuple[str, ...] = ()
     calls: tuple[str, ...] = ("fit",)
     epochs: int = 2
@@ -88,6 +90,8 @@ class Habit:
             return EQUAL
         if configuration.startswith("2x2"):
             return self.replicated or self.expectation
+        if configuration.endswith("-reversed") and self.reversed is not None:
+            return self.reversed
         return (self.automatic if "-auto" in configuration else None) or self.expectation
 
     @property
