@@ -38,6 +38,7 @@ BaseFinetuning = _pytorch.callbacks.BaseFinetuning
 BasePredictionWriter = _pytorch.callbacks.BasePredictionWriter
 BatchSizeFinder = _pytorch.callbacks.BatchSizeFinder
 ModelPruning = _pytorch.callbacks.ModelPruning
+ProgressBar = _pytorch.callbacks.ProgressBar
 _configure_optimizers = _pytorch.core.optimizer._configure_optimizers
 LightningOptimizer = _pytorch.core.optimizer.LightningOptimizer
 DummyLogger = _pytorch.loggers.logger.DummyLogger

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from lightning_pipeline.engine.replica_collectives import COLLECTIVES, World
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.users_code import in_hook, is_in_run, users_line
+from lightning_pipeline.recording.one_rank import note_kept
 from lightning_pipeline.runtime.topology import ReplicaRank
 
 
@@ -221,6 +222,8 @@ def _calls_default(group: Any = None, _instead: Any = None) -> Any:
 def _rank(world: World) -> int:
     if _current.step is not None:
         return world.rank
+    frame = sys._getframe(3)  # of the user's, which calls `dist.get_rank`
+    note_kept(frame if is_in_run(frame) else None)
     in_hook.note_rank()
     return ReplicaRank(world.rank, world.topology.rank)
 

@@ -121,6 +121,8 @@ class OwnerComputes(TorchFunctionMode):
         in_hook.when_rank_known = self.first_rank.begin
         self._gradients.forget()
         in_hook.thread = threading.get_ident()
+        if in_hook.is_rank_kept:
+            in_hook.note_rank()
         before = self._exchanges.number
         try:
             states = self.states.shown() if shows_states else nullcontext()

@@ -22,12 +22,14 @@ class _InHook:
 
     Attributes:
         is_rank_known: the code has asked which rank it runs on, so it may do something else on each.
+        is_rank_kept: code of this run may have kept what rank it runs on, so hooks may differ from their start.
         when_rank_known: called when it asks.
         thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
     """
 
     on = False
     is_rank_known = False
+    is_rank_kept = False
     when_rank_known: Callable[[], None] | None = None
     thread = 0
 
@@ -121,6 +123,17 @@ def is_asked_in_run(*ways: str) -> bool:
                 return False
             frame = frame.f_back
     return frame is not None and is_in_run(frame)
+
+
+_RANKS = ("global_rank", "local_rank", "is_global_zero")
+
+
+def asks_for_rank() -> FrameType | None:
+    """The frame of the user's code in a run that asks for the rank, through properties of the Trainer and others."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_own(frame) and frame.f_code.co_name in _RANKS:
+        frame = frame.f_back
+    return frame if is_in_run(frame) else None
 
 
 def is_in_run(frame: FrameType | None) -> bool:

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.users_code import is_users, users_line
+from lightning_pipeline.partition.users_code import in_hook, is_users, users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.recording.reading import data_of
 from lightning_pipeline.recording.source_files import definition_of
@@ -121,6 +121,32 @@ def _depends_on(code: CodeType, asked: int, line: int) -> bool:
             if isinstance(body[-1], (ast.Return, ast.Continue)) and line > (node.end_lineno or 0):
                 return True
     return False
+
+
+def note_kept(frame: FrameType | None) -> None:
+    """Take note that a frame of the user's asks for the rank, if it may keep what it is told."""
+    if frame is not None and not in_hook.is_rank_kept:
+        in_hook.is_rank_kept = _may_keep(frame.f_code, frame.f_lineno)
+
+
+def _may_keep(code: CodeType, asked: int) -> bool:
+    """Whether what a line of a function comes to, which asks for the rank, may be known after the function: unless it
+    decides what is done there, without a word to any object, or is given to local names."""
+    definition = definition_of(code)
+    if definition is None:
+        return True
+    around = [node for node in ast.walk(definition) if isinstance(node, ast.stmt) and _spans(node, asked)]
+    statement = max(around, key=lambda node: node.lineno, default=None)
+    if isinstance(statement, (ast.If, ast.Assign)):
+        return any(map(_stores, ast.walk(statement)))
+    return True
+
+
+def _stores(node: ast.AST) -> bool:
+    """Whether a statement stores to anything but local names."""
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return True
+    return isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store)
 
 
 def _spans(node: ast.AST, line: int) -> bool:

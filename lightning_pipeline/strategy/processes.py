@@ -20,7 +20,7 @@ from lightning_pipeline.engine.replica_collectives import World, all_reduced
 from lightning_pipeline.engine.types_told import types_told
 from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.replaced_functions import functions_as_torch_has_them
-from lightning_pipeline.partition.users_code import is_asked_in_run
+from lightning_pipeline.partition.users_code import asks_for_rank, is_asked_in_run
 from lightning_pipeline.runtime import backends
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.log import set_up_log
@@ -36,7 +36,7 @@ from ..accelerators.single_npu import fit_to_device
 from .launcher import ForkLauncher, PipelineLauncher
 from .lightning_private import connect_processes, wait_for_data_within
 from .peers import Peers, settings_of, versions
-from .rank_zero import NotedRank, note_rank
+from .rank_zero import NotedRank, begin_run, note_rank
 
 
 class ProcessStrategy(ParallelStrategy):
@@ -87,7 +87,7 @@ class ProcessStrategy(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        note_rank()
+        note_rank(asks_for_rank())
         if self.is_single_process:
             return 0
         rank = super().global_rank
@@ -96,7 +96,7 @@ class ProcessStrategy(ParallelStrategy):
     @property
     @override
     def local_rank(self) -> int:
-        note_rank()
+        note_rank(asks_for_rank())
         return 0 if self.is_single_process else super().local_rank
 
     @property
@@ -214,6 +214,7 @@ class ProcessStrategy(ParallelStrategy):
         super().setup_environment()
         self.peers = Peers()  # whatever became of an earlier run
         self._in_run.close()
+        begin_run(self.module.trainer)
         self._in_run.enter_context(functions_as_torch_has_them())
         self._in_run.enter_context(types_told())
         set_up_log(self.global_rank)

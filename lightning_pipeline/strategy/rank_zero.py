@@ -9,19 +9,39 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 from lightning_pipeline import _torch
+from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.partition.overrides import Override
-from lightning_pipeline.partition.users_code import in_hook
-from lightning_pipeline.recording.one_rank import note_rank_asked, note_rank_zero_only, with_data
+from lightning_pipeline.partition.users_code import in_hook, is_in_run
+from lightning_pipeline.recording.one_rank import note_kept, note_rank_asked, note_rank_zero_only, with_data
 from lightning_pipeline.recording.patched_torch import running_recording
 
-from .._lightning import LightningModule
+from .._lightning import LightningModule, ProgressBar, Trainer
 
 
-def note_rank() -> None:
-    """The user's code may ask for its rank, and act differently on each."""
+def begin_run(trainer: Trainer) -> None:
+    """Called before any hook of a run: nothing has asked for the rank yet.
+
+    Bars are shown by the first rank alone, and what one computes to show it computes there, without asking again.
+    """
+    bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
+    in_hook.is_rank_kept = any(_is_own(type(bar).get_metrics) for bar in bars)
+
+
+def _is_own(function: Callable[..., Any]) -> bool:
+    return not function.__module__.startswith(PACKAGES)
+
+
+def note_rank(frame: FrameType | None = None) -> None:
+    """The user's code may ask for its rank, and act differently on each.
+
+    Args:
+        frame: of the user's, which asks in a run.
+    """
+    note_kept(frame)
     in_hook.note_rank()
     if (recording := running_recording()) is not None:
         note_rank_asked(recording)
@@ -31,14 +51,31 @@ class NotedRank(int):
     """The rank that `rank_zero_only` has, which notes when it is compared."""
 
     def __eq__(self, other: object) -> bool:
-        is_equal = int.__eq__(self, other) is True
+        return self._asked(int.__eq__(self, other) is True, sys._getframe(1))
+
+    def __ne__(self, other: object) -> bool:
+        return not self._asked(int.__eq__(self, other) is True, sys._getframe(1))
+
+    def __bool__(self) -> bool:
+        return not self._asked(int.__eq__(self, 0) is True, sys._getframe(1))
+
+    def __gt__(self, other: int) -> bool:
+        self._asked(False, sys._getframe(1))
+        return int.__gt__(self, other)
+
+    def __lt__(self, other: int) -> bool:
+        self._asked(False, sys._getframe(1))
+        return int.__lt__(self, other)
+
+    def _asked(self, is_equal: bool, frame: FrameType) -> bool:
+        """Take note that a frame compares the rank. Returns what it is told."""
+        is_wrapper = frame.f_code.co_name == "wrapped_fn" and "fn" in frame.f_locals
+        if not is_wrapper:
+            note_rank(frame if is_in_run(frame) else None)
+            return is_equal
         in_hook.note_rank()
         recording = running_recording()
         if recording is None:
-            return is_equal
-        frame = sys._getframe(1)
-        if frame.f_code.co_name != "wrapped_fn" or "fn" not in frame.f_locals:
-            note_rank_asked(recording)
             return is_equal
         args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
         read, named = with_data(recording, args, kwargs)

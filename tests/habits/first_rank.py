@@ -6,8 +6,10 @@ import copy
 import json
 from typing import Any
 
+import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -290,3 +292,94 @@ class ScaleWrittenOnFirstRank(Scaled):
         if self.trainer.is_global_zero:
             self.last = self.global_step
         self.scale.mul_(0.9)
+
+
+class Writing(Evaluated):
+    """The first rank writes lines with what several stages hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.is_first():
+            norms = self.head.weight.norm().item(), self.layers[0].linear.weight.norm()
+            self.lines.append(f"{outputs['loss']:.3f} {norms}")
+
+    def is_first(self) -> bool:
+        return True
+
+
+@habit(plain=False, shows=False)
+class KeepsThatItIsFirst(Writing):
+    """A hook keeps which rank it runs on, and later ones go by it."""
+
+    def on_fit_start(self) -> None:
+        self.is_main = self.trainer.is_global_zero
+
+    def is_first(self) -> bool:
+        return self.is_main
+
+
+@habit(plain=False, shows=False)
+class OpensOnFirstRank(Writing):
+    """A hook makes something on the first rank, and later ones see whether it is there."""
+
+    file: Any = None
+
+    def setup(self, stage: str) -> None:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            self.file = self.lines
+
+    def is_first(self) -> bool:
+        return self.file is not None
+
+
+@habit(plain=False, shows=False)
+class RankIsNotZero(Writing):
+    """The rank that `rank_zero_only` has is compared in other ways."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if rank_zero_only.rank != 0:
+            return
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        if not rank_zero_only.rank:
+            self.lines.append(f"{self.layers[0].linear.bias.sum()} {self.head.bias.sum()}")
+        if rank_zero_only.rank > 0:
+            return
+        self.lines.append(f"{self.layers[0].linear.weight.sum()} {self.head.weight.sum()}")
+
+
+class WritesWhereEnabled(L.Callback):
+    """As progress bars, it is switched off on other ranks."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.is_enabled = trainer.is_global_zero
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.is_enabled:
+            pl_module.lines.append(f"{outputs['loss']:.3f} {pl_module.head.weight.norm().item():.3f}")
+
+
+@habit(plain=False, shows=False, callbacks=lambda: [WritesWhereEnabled()])
+class CallbackOnFirstRank(Writing):
+    """A callback that is enabled on the first rank alone looks at weights."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class BarWithNorm(TQDMProgressBar):
+    """Shows a norm of weights."""
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
+        norm = pl_module.head.weight.norm().item() + pl_module.layers[0].linear.weight.norm().item()
+        pl_module.lines.append(f"{norm:.3f}")
+        return super().get_metrics(trainer, pl_module) | {"norm": norm}
+
+
+@habit(plain=False, shows=False, callbacks=lambda: [BarWithNorm()], trainer={"enable_progress_bar": True})
+class ShowsNormInBar(CallbackOnFirstRank):
+    """A progress bar computes with weights, which only the first rank shows."""

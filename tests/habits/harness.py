@@ -189,10 +189,9 @@ def run(habit: Habit, configuration: Configuration, folder: Path) -> dict[str, A
         accelerator="cpu",
         callbacks=[*habit.callbacks(), watcher],
         log_every_n_steps=1,
-        enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **options,
+        **{"enable_progress_bar": False, **options},
     )
     printed = io.StringIO()
     with (

@@ -36,7 +36,7 @@ BY_DEFAULT = {
         BufferByEpoch ScheduledByNumpy FunctionsReplaced UntiedInSecondEpoch TiedHeadReplaced
         TargetCopiedAtStart PartsKept OddSamples SlicesOfLatents AdaptersFromSecondEpoch LayersInserted
         PrunedByLightning EpisodesExchanged ObserversByChannel OddPartsRead LargeOddTargets
-        SharpnessAwareByHand KeepsReplacedLayers MinesInInferenceMode
+        SharpnessAwareByHand KeepsReplacedLayers MinesInInferenceMode KeepsThatItIsFirst ShowsNormInBar
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
