@@ -222,7 +222,8 @@ def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], befo
 
 _WAY_OUT = (
     "Every rank runs the whole step, and has to come to the same: draw random numbers from global generators, or from "
-    "own ones seeded alike, and let nothing depend on the rank"
+    "own ones seeded alike, sort what comes from sets, whose order is another in each process, and let nothing depend "
+    "on the rank or on the clock"
 )
 
 

@@ -73,6 +73,7 @@ def training_of(trainer: Trainer) -> dict[str, str]:
         "global step": str(trainer.global_step),
         "epoch": str(trainer.current_epoch),
         "optimizers": ", ".join(map(_describe, trainer.optimizers)) or "none",
+        "parameters of the optimizers": _order(trainer),
         "lr schedulers": ", ".join(schedulers) or "none",
         # Lightning's samplers shuffle by this seed, so with unequal ones the result would be that of no seed.
         "seed_everything": os.environ.get("PL_GLOBAL_SEED", "not called"),
@@ -92,8 +93,21 @@ def _describe(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})"
 
 
+def _order(trainer: Trainer) -> str:
+    """The parameters in the optimizers' groups: their states are stored by place."""
+    assert trainer.lightning_module is not None  # during a run
+    names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
+    groups = [
+        [names.get(id(parameter), "another") for parameter in group["params"]]
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+    ]
+    return f"{sum(map(len, groups))} in {len(groups)} groups (their order: {zlib.crc32(repr(groups).encode()):08x})"
+
+
 EVEN = (
-    "give all ranks the same seed, data, checkpoint and optimizers; replicas that read data of their own may need "
+    "give all ranks the same seed, data, checkpoint and optimizers, and sort what comes from sets, whose order is "
+    "another in each process; replicas that read data of their own may need "
     "limit_train_batches"
 )
 

@@ -49,6 +49,13 @@ class Adam(LitLayers):
         return torch.optim.Adam(self.parameters())
 
 
+class Unsorted(LitLayers):
+    """The same optimizer, with parameters in another order, as from a set."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters()][::-1], lr=0.05, momentum=0.9)
+
+
 class Breaking(LitLayers):
     """Fails where the others go on."""
 
@@ -56,7 +63,7 @@ class Breaking(LitLayers):
         raise MemoryError("no room")
 
 
-for variant in (Renamed, Adam, Breaking):
+for variant in (Renamed, Adam, Unsorted, Breaking):
     variant.__qualname__ = LitLayers.__qualname__
 
 
@@ -169,6 +176,7 @@ CASES = {
     ),
     "function": Case((3,), Run(function="validate"), "the Trainer's function: fit on ranks 0 1 2, validate on rank 3"),
     "optimizer": Case((3,), Run(module=Adam), "optimizers: SGD(lr=0.05, momentum=0.9"),
+    "order": Case((3,), Run(module=Unsorted), ["parameters of the optimizers: ", "sort what comes from sets"]),
     "seed": Case((3,), Run(environment={"PL_GLOBAL_SEED": "7"}), "seed_everything: 1 on ranks 0 1 2, 7 on rank 3"),
     "library": Case((3,), Run(torch="2.0.1"), f"torch: {torch.__version__} on ranks 0 1 2, 2.0.1 on rank 3"),
     "failure": Case(
