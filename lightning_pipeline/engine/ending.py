@@ -59,7 +59,7 @@ def wanted_values(
     for state in microbatches:
         for value in list(state.places):
             place = state.places[value]
-            if type(place) is not Placeholder or place.recording is not state.recording:
+            if type(place) is not Placeholder or place._pl_recording is not state.recording:
                 continue  # a later micro-batch has modified it in place
             # Three references are our own: the table's, this variable's, and that of the call to getrefcount.
             # One more is that of `written`: the first rank needs what it has not written into the loader's own tensors,
@@ -71,14 +71,14 @@ def wanted_values(
         twins = [] if state.recording is None else state.recording.twins
         for number in range(len(twins)):
             place = twins[number]
-            if type(place) is Placeholder and place.recording is state.recording and sys.getrefcount(place) > 3:
-                found.append(_wanted(place, state, place.value, owner_of))
+            if type(place) is Placeholder and place._pl_recording is state.recording and sys.getrefcount(place) > 3:
+                found.append(_wanted(place, state, place._pl_value, owner_of))
     return found
 
 
 def _wanted(place: Placeholder, state: Microbatch, value: int, owner_of: dict[int, dict[int, int]]) -> Wanted:
     owner, data = owner_of[state.index][value], state.kept.get(value)
-    return Wanted(place, place.spec, owner, data, state.beginning_of(value))
+    return Wanted(place, place._pl_spec, owner, data, state.beginning_of(value))
 
 
 def end_step(
@@ -216,7 +216,7 @@ def digest_of(microbatches: Sequence[Microbatch], wanted: Sequence[Wanted], befo
         made.update(state.recording.event.digest)
         made.update(repr(digests(state.contents)).encode())
     for one in wanted:
-        made.update(repr((one.place.value, one.spec)).encode())
+        made.update(repr((one.place._pl_value, one.spec)).encode())
     return float(int.from_bytes(made.digest(), "little"))
 
 

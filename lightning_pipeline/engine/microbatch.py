@@ -313,7 +313,7 @@ class Microbatch:
 
     def keep_written(self) -> None:
         """At the end of the step's Python: let go of tensors of the batch into which it has not written."""
-        self.written = {number: place for number, place in self.written.items() if place.value != number}
+        self.written = {number: place for number, place in self.written.items() if place._pl_value != number}
 
     def let_age(self) -> None:
         """Put into captured copies what the step's Python has written into the memory that they are copies of: backward

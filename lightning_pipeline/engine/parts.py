@@ -101,7 +101,7 @@ class StepParts:
         if ends:
             state.keep_written()
             state.contents = contents_of(recording)
-            state.places = {place.value: place for place in take_alive(recording)}
+            state.places = {place._pl_value: place for place in take_alive(recording)}
             recording.kept_views = kept_views(recording, [*state.places.values()])
         state.in_use = set(state.places) if ends else values_in_use(recording)
         part = None if is_new else self._part_of(state, recording)

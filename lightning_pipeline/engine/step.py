@@ -244,7 +244,7 @@ class PipelineStep:
         """Decide how a micro-batch runs, now that its program is known."""
         value = recording.value_of(state.loss)
         loss_value = -1 if value is None else value
-        state.places = {place.value: place for place in take_alive(recording)}
+        state.places = {place._pl_value: place for place in take_alive(recording)}
         recording.kept_views = kept_views(recording, [*state.places.values()])
         returned = state.result.values() if isinstance(state.result, StepResult) else ()
         asked = tuple(dict.fromkeys([*state.places, *returned, *([value] if value is not None else [])]))

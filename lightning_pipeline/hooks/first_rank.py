@@ -265,15 +265,15 @@ class Lending:
     def _borrow(self, place: Placeholder) -> Tensor:
         key, holders = self._keys.key_of(place), holders_of(place)
         if key is None or holders is None:
-            raise RuntimeError(f"{place.what} is on another stage, and no name is known for it ({users_line()})")
+            raise RuntimeError(f"{place._pl_what} is on another stage, and no name is known for it ({users_line()})")
         found = self._borrowed.get(key)
         if found is None:
-            spec = place.spec
+            spec = place._pl_spec
             if sum(one.nbytes for one in self._borrowed.values()) + spec.num_bytes > available_bytes() // 2:
                 self._give_back()
             self._direct.tell_one(holders[0], Asked(key))
             with torch.inference_mode(False):  # inference tensors have no version
-                data = self._direct.receive(spec, holders[0], f"{place.what}, which the loader computes with")
+                data = self._direct.receive(spec, holders[0], f"{place._pl_what}, which the loader computes with")
                 found = like(data, spec)
             if spec.requires_grad:
                 found.register_hook(_no_gradient)

@@ -34,7 +34,7 @@ class LentMemory:
             self._lent[id(tensor)] = tensor, memory_of(value), users_line()
         [here] = self._operands.gather([whole_with_holders(value)], [held], "data.__set__")
         if type(tensor) is Placeholder:
-            set_spec(tensor, tensor.spec.with_data_of(TensorSpec.of(value)))
+            set_spec(tensor, tensor._pl_spec.with_data_of(TensorSpec.of(value)))
         elif isinstance(tensor, DTensor):
             set_data_of_slices(tensor, here)
         else:

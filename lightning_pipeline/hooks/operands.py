@@ -166,7 +166,10 @@ class TensorKeys:
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         """A deep copy of a tensor or placeholder. All ranks must call it."""
         if id(tensor) not in memo:
-            copied = placeholder(tensor.spec, tensor.what) if type(tensor) is Placeholder else copy_of(tensor, memo)
+            if type(tensor) is Placeholder:
+                copied: Tensor = placeholder(tensor._pl_spec, tensor._pl_what)
+            else:
+                copied = copy_of(tensor, memo)
             memo[id(tensor)] = self.note(copied, holders_of(tensor))
         return memo[id(tensor)]
 
@@ -297,7 +300,7 @@ class Operands:
                 if targets := tuple(one for one in asked if one not in held):
                     moves.append(_Move(index, TensorSpec.of(tensor), held[0], targets))
             elif type(tensor) is Placeholder:
-                raise RuntimeError(f"{tensor.what} belongs to a step that has not ended ({users_line()})")
+                raise RuntimeError(f"{tensor._pl_what} belongs to a step that has not ended ({users_line()})")
             is_here = type(tensor) is not Placeholder
             found.append(tensor if is_here else empty_like(tensor) if ranks == () else None)
         numbers = self._announce(what, moves, tensors) if moves else {}
@@ -362,8 +365,8 @@ def empty_like(place: Tensor) -> Tensor:
 
 def set_spec(place: Tensor, spec: TensorSpec) -> None:
     """Let a placeholder have another spec, in place; a tensor with data has its own."""
-    if type(place) is Placeholder and place.spec is not spec:
-        become(place, placeholder(spec, place.what))
+    if type(place) is Placeholder and place._pl_spec is not spec:
+        become(place, placeholder(spec, place._pl_what))
 
 
 def _refuse_gradient(line: str) -> Callable[[Tensor], None]:

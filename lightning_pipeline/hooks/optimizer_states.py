@@ -197,8 +197,8 @@ class ParameterGradients:
         if layout is not torch.strided:
             spec = spec.but(stride=None, layout=layout)
         kept = tensor.__dict__.get("_gradient")
-        if kept is None or kept.spec is not spec:
-            what = getattr(tensor, "what", "a parameter")
+        if kept is None or kept._pl_spec is not spec:
+            what = getattr(tensor, "_pl_what", "a parameter")
             kept = tensor.__dict__["_gradient"] = placeholder(spec, f"the gradient of {what}")
         return self._keys.note(kept, held)
 

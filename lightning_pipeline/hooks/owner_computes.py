@@ -257,7 +257,7 @@ class OwnerComputes(TorchFunctionMode):
     def _meet_whole(self, func: Any, call: Call, name: str, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         """`_meet` for a call that is none on slices, and no question of one rank's."""
         if kind is FunctionKind.HOOKS:
-            if type(args[0]) is Placeholder and not args[0].spec.is_parameter:  # the hook runs where the data is
+            if type(args[0]) is Placeholder and not args[0]._pl_spec.is_parameter:  # the hook runs where the data is
                 return RemovableHandle(OrderedDict())
             with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

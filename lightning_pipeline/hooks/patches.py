@@ -27,8 +27,8 @@ def parameters_seen(keys: TensorKeys) -> Iterator[None]:
         if holders is None:
             return new(cls, data, requires_grad)
         if type(data) is Placeholder:
-            spec = data.spec.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
-            return keys.note(placeholder(spec, data.what), holders)
+            spec = data._pl_spec.but(requires_grad=requires_grad, is_leaf=True, is_parameter=True)
+            return keys.note(placeholder(spec, data._pl_what), holders)
         with _torch.DisableTorchFunction():
             return keys.note(new(cls, data.detach(), requires_grad), holders)
 

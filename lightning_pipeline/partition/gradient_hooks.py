@@ -78,21 +78,21 @@ class NodeOf:
 
     def name(self) -> str:
         """Close to the name that torch gives."""
-        made_by = self._place.what.removeprefix("the result of ").partition(" ")[0]
+        made_by = self._place._pl_what.removeprefix("the result of ").partition(" ")[0]
         return f"{made_by.removesuffix('.apply')}Backward"
 
     @property
     def next_functions(self) -> NoReturn:
         raise NotImplementedError(
-            f"the graph of {self._place.what} is on its stages, and cannot be walked in a step ({users_line()}): take "
-            f"torch.autograd.grad or a hook"
+            f"the graph of {self._place._pl_what} is on its stages, and cannot be walked in a step ({users_line()}): "
+            f"take torch.autograd.grad or a hook"
         )
 
     def register_hook(self, hook: Callable[..., Any]) -> Handle:
-        return self._place.recording.register(hook_after_node, self._place, hook)
+        return self._place._pl_recording.register(hook_after_node, self._place, hook)
 
     def register_prehook(self, hook: Callable[..., Any]) -> Handle:
-        return self._place.recording.register(hook_before_node, self._place, hook)
+        return self._place._pl_recording.register(hook_before_node, self._place, hook)
 
     def __repr__(self) -> str:
         return f"<{self.name()} on a stage>"

@@ -78,7 +78,7 @@ class TensorSpec:
     def of(tensor: Tensor) -> TensorSpec:
         """The spec of a tensor, which may be a fake one."""
         if type(tensor) is Placeholder:
-            return tensor.spec
+            return tensor._pl_spec
         # A DTensor looks the same on all ranks, whether its local part is on the meta device or not.
         device = own_device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
         return TensorSpec(
@@ -132,17 +132,19 @@ class Placeholder(Tensor):
     While a step is recorded or a hook runs, a torch function mode answers calls on it. Calls that get past the mode,
     or come at other times, are answered here if they need no data; all others raise: none is silently wrong.
 
+    Its attributes are among the user's in one ``__dict__``: their names begin as no user's do.
+
     Attributes:
-        spec: what is known of it.
-        value: the number of the value that it stands for in its recording.
-        recording: the recording of that value; None for the module's parameters and buffers.
-        what: what error messages call it; for the module's tensors, the name.
+        _pl_spec: what is known of it.
+        _pl_value: the number of the value that it stands for in its recording.
+        _pl_recording: the recording of that value; None for the module's parameters and buffers.
+        _pl_what: what error messages call it; for the module's tensors, the name.
     """
 
-    spec: TensorSpec
-    value: int
-    recording: Any
-    what: str
+    _pl_spec: TensorSpec
+    _pl_value: int
+    _pl_recording: Any
+    _pl_what: str
     _is_param: bool  # what isinstance(..., nn.Parameter) asks for
 
     @classmethod
@@ -164,7 +166,7 @@ class Placeholder(Tensor):
         if args and type(args[0]) is Placeholder:
             if name in _CONVERTING:  # also of a step's values, as code after a failed step may do
                 return _converted(func, *args, **kwargs)
-            if args[0].recording is None:
+            if args[0]._pl_recording is None:
                 found = _call_on_module_tensor(name, func, args, kwargs)
                 if found is not NotImplemented:
                     return found
@@ -178,11 +180,11 @@ class Placeholder(Tensor):
         if _torch.num_function_modes():
             show: Any = Tensor.__repr__
             text: str = handle_torch_function(show, (self,), self, tensor_contents=tensor_contents)
-            return f"Parameter containing:\n{text}" if self.spec.is_parameter else text
-        return f"Placeholder({self.what}: {self.spec})"
+            return f"Parameter containing:\n{text}" if self._pl_spec.is_parameter else text
+        return f"Placeholder({self._pl_what}: {self._pl_spec})"
 
     def __copy__(self) -> Tensor:
-        if self.recording is None:
+        if self._pl_recording is None:
             function, args, *_ = self.__reduce_ex__(4)
             return function(*args)
         # `copy.copy` gives a new leaf of autograd with the same memory, which is told without a read.
@@ -191,16 +193,16 @@ class Placeholder(Tensor):
         return copied
 
     # Attributes that are read so often that the way through __torch_function__ would count.
-    shape = property(attrgetter("spec.shape"))
-    dtype = property(attrgetter("spec.dtype"))
-    device = property(attrgetter("spec.device"))
-    layout = property(attrgetter("spec.layout"))
-    is_leaf = property(attrgetter("spec.is_leaf"))
+    shape = property(attrgetter("_pl_spec.shape"))
+    dtype = property(attrgetter("_pl_spec.dtype"))
+    device = property(attrgetter("_pl_spec.device"))
+    layout = property(attrgetter("_pl_spec.layout"))
+    is_leaf = property(attrgetter("_pl_spec.is_leaf"))
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        is_known = self.recording is not None or in_hook.on or users_code.step_runs()
-        return not is_known or self.spec.device.type == "meta"
+        is_known = self._pl_recording is not None or in_hook.on or users_code.step_runs()
+        return not is_known or self._pl_spec.device.type == "meta"
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -208,29 +210,29 @@ class Placeholder(Tensor):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        return len(self.spec.shape)
+        return len(self._pl_spec.shape)
 
     def dim(self) -> int:
-        return len(self.spec.shape)
+        return len(self._pl_spec.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        return self.spec.shape if dim is None else self.spec.shape[dim]
+        return self._pl_spec.shape if dim is None else self._pl_spec.shape[dim]
 
     @property
     def is_sparse(self) -> bool:  # type: ignore[override]
-        return self.spec.layout is torch.sparse_coo
+        return self._pl_spec.layout is torch.sparse_coo
 
     @property
     def is_sparse_csr(self) -> bool:  # type: ignore[override]
-        return self.spec.layout is torch.sparse_csr
+        return self._pl_spec.layout is torch.sparse_csr
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        return NodeOf(self) if self.spec.requires_grad and not self.spec.is_leaf else None
+        return NodeOf(self) if self._pl_spec.requires_grad and not self._pl_spec.is_leaf else None
 
     @property
     def requires_grad(self) -> bool:
-        return self.spec.requires_grad
+        return self._pl_spec.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -240,7 +242,7 @@ class Placeholder(Tensor):
 # Code that asks for the name of a tensor's class is told the same on all ranks.
 Placeholder.__name__, Placeholder.__qualname__, Placeholder.__module__ = "Tensor", "Tensor", "torch"
 
-_OWN = ("spec", "value", "recording", "what", "_is_param")
+_OWN = ("_pl_spec", "_pl_value", "_pl_recording", "_pl_what", "_is_param")
 NUM_ATTRIBUTES = 4
 """Of a placeholder that is no parameter; more if the user has set some."""
 
@@ -262,7 +264,7 @@ def refuse_memory(func: Any, place: Placeholder) -> NoReturn:
     """Raise an error for a function that tells something of memory which this rank does not have."""
     name = function_name(func).removesuffix(".__get__")
     raise NotImplementedError(
-        f"{name} tells of the memory or the graph of {place.what}, which is on one stage "
+        f"{name} tells of the memory or the graph of {place._pl_what}, which is on one stage "
         f"({users_line()}): compare what the code gives, such as `x is y`, a flag or a counter of its own, instead"
     )
 
@@ -280,7 +282,7 @@ def placeholder(spec: TensorSpec, what: str = "a value") -> Placeholder:
         device=spec.device,
         requires_grad=spec.requires_grad,
     )
-    made.spec, made.value, made.recording, made.what = spec, -1, None, what
+    made._pl_spec, made._pl_value, made._pl_recording, made._pl_what = spec, -1, None, what
     if spec.is_parameter:
         made._is_param = True
     return made
@@ -290,39 +292,39 @@ def _converted(func: Any, place: Placeholder, *args: Any, **kwargs: Any) -> Plac
     """The result of a conversion to another dtype or device, which a tensor without elements tells."""
     with _torch.DisableTorchFunctionSubclass():
         sample = func(torch.empty((), dtype=place.dtype, device=place.device), *args, **kwargs)
-    spec = place.spec.but(dtype=sample.dtype, device=sample.device)
-    return place if spec is place.spec else placeholder(spec, place.what)
+    spec = place._pl_spec.but(dtype=sample.dtype, device=sample.device)
+    return place if spec is place._pl_spec else placeholder(spec, place._pl_what)
 
 
 def _call_on_module_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer a call on a parameter or buffer that another rank holds, if no data is needed; else NotImplemented."""
     place = args[0]
-    spec: TensorSpec = place.spec
+    spec: TensorSpec = place._pl_spec
     if name in ("grad.__get__", "_grad.__get__") or (name == "grad.__set__" and args[1] is None):
         return None
     if name in ("detach", "data.__get__"):
-        return placeholder(spec.detached(), place.what)
+        return placeholder(spec.detached(), place._pl_what)
     if name in ("clone", "__deepcopy__"):
-        copied = placeholder(spec, place.what)
+        copied = placeholder(spec, place._pl_what)
         if name == "__deepcopy__":
             args[1][id(place)] = copied
         return copied
     if name in _FACTORIES and not args[2:] and kwargs.keys() <= {"memory_format", "fill_value"}:
-        return placeholder(spec.detached(), place.what)
+        return placeholder(spec.detached(), place._pl_what)
     if name == "register_hook":  # never runs here; where the data is, every rank registers the same
         with _torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name == "__reduce_ex__":
-        return placeholder, (spec, place.what)
-    if name == "data.__set__" and type(args[1]) is Placeholder and args[1].recording is None:
-        if args[1].spec is not spec:
-            become(place, placeholder(spec.with_data_of(args[1].spec), place.what))
+        return placeholder, (spec, place._pl_what)
+    if name == "data.__set__" and type(args[1]) is Placeholder and args[1]._pl_recording is None:
+        if args[1]._pl_spec is not spec:
+            become(place, placeholder(spec.with_data_of(args[1]._pl_spec), place._pl_what))
         return None
     if name == "copy_" and skips_writes.get():
         return place
     if name in ("requires_grad_", "requires_grad.__set__"):
         value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-        place.spec = spec.but(requires_grad=bool(value))
+        place._pl_spec = spec.but(requires_grad=bool(value))
         return place
     return NotImplemented
 
@@ -370,14 +372,14 @@ def _is_set_alike(func: Any, args: Any) -> bool:
     for which it is to do."""
     if func is not torch.ops.aten.set_.source_Tensor or not all(type(one) is Placeholder for one in args):
         return False
-    own, given = ((one.spec.shape, one.spec.dtype, vars(one).get("_held_by")) for one in args)
+    own, given = ((one._pl_spec.shape, one._pl_spec.dtype, vars(one).get("_held_by")) for one in args)
     return own == given and own[2] is not None
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
     leaves = _torch.tree_leaves((args, kwargs))
     place = next((item for item in leaves if isinstance(item, Placeholder)), None)
-    what = place.what if place is not None else "a value"
+    what = place._pl_what if place is not None else "a value"
     if any("/torch/_functorch/" in frame.filename.replace("\\", "/") for frame in traceback.extract_stack()):
         raise transform_error(what)
     way_out = (

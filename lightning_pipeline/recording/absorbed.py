@@ -43,7 +43,7 @@ def refuse_shared() -> NoReturn:
 
 def stand_for(recording: Recording, tensor: Tensor, made: Placeholder) -> None:
     """Make a tensor that every rank had stand for a value of a stage."""
-    _become_value(recording, tensor, made.spec, made.value, made.what)
+    _become_value(recording, tensor, made._pl_spec, made._pl_value, made._pl_what)
 
 
 def _become_value(recording: Recording, tensor: Tensor, spec: TensorSpec, value: int, what: str) -> None:
@@ -53,7 +53,7 @@ def _become_value(recording: Recording, tensor: Tensor, spec: TensorSpec, value:
             _leave_data(earlier, tensor, copy=True)
     become(tensor, placeholder(spec, what))
     found: Any = tensor
-    found.value, found.recording = value, recording
+    found._pl_value, found._pl_recording = value, recording
     recording.kept.append(found)
 
 

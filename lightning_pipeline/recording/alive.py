@@ -22,34 +22,34 @@ def take_alive(recording: Recording) -> list[Placeholder]:
     found: dict[int, Placeholder] = {}
     for pool in _pools(recording):
         for index in range(len(pool)):
-            if sys.getrefcount(pool[index]) > 2 and pool[index].recording is recording:
+            if sys.getrefcount(pool[index]) > 2 and pool[index]._pl_recording is recording:
                 place = pool[index]
                 _take(recording, found, place)
-                pool[index] = placeholder(place.spec, place.what)
+                pool[index] = placeholder(place._pl_spec, place._pl_what)
     while recording.kept:
         place = recording.kept.pop()
         if sys.getrefcount(place) > 2:
             _take(recording, found, place)
     for reference in recording.batch_places:  # the batch's, in which the step may have written
         of_batch = reference()
-        if type(of_batch) is Placeholder and of_batch.recording is recording and sys.getrefcount(of_batch) > 2:
+        if type(of_batch) is Placeholder and of_batch._pl_recording is recording and sys.getrefcount(of_batch) > 2:
             _take(recording, found, of_batch)
     return [found[value] for value in sorted(found)]
 
 
 def _take(recording: Recording, found: dict[int, Placeholder], place: Placeholder) -> None:
-    if found.setdefault(place.value, place) is not place:
+    if found.setdefault(place._pl_value, place) is not place:
         recording.twins.append(place)
 
 
 def values_in_use(recording: Recording) -> set[int]:
     """The values that the user's code refers to in the middle of a step."""
     of_batch = (reference() for reference in recording.batch_places)
-    found = {place.value for place in of_batch if type(place) is Placeholder}
+    found = {place._pl_value for place in of_batch if type(place) is Placeholder}
     for places in (recording.kept, *_pools(recording)):
         for index in range(len(places)):
-            if sys.getrefcount(places[index]) > 2 and places[index].recording is recording:
-                found.add(places[index].value)
+            if sys.getrefcount(places[index]) > 2 and places[index]._pl_recording is recording:
+                found.add(places[index]._pl_value)
     return found
 
 

@@ -208,7 +208,7 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
     name = function_name(func)
     if name == "retain_grad":
         if not tensor.is_leaf:
-            recording.retained.append((tensor.value, tensor))
+            recording.retained.append((tensor._pl_value, tensor))
             recording.__torch_function__(retained, (), (tensor,))
         return None
     if name != "register_hook" or function is None:
@@ -227,7 +227,7 @@ def read_gradient(recording: Recording, tensor: Tensor) -> None:
     """Answer ``tensor.grad``: before its backward a value has none."""
     is_of_module = recording.recorder.tensors.number_of(tensor) is not None
     if is_of_module or recording.has_run_backward:
-        what = getattr(tensor, "what", "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor")
+        what = getattr(tensor, "_pl_what", "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor")
         raise NotImplementedError(
             f"the gradient of {what} is read within a step, and is on one stage ({users_line()}): "
             + (

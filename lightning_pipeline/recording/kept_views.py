@@ -40,11 +40,11 @@ def kept_views(recording: Recording, places: Sequence[Placeholder]) -> list[Kept
     if len(places) < 2:
         return []
     views = recording.recorder.views_at(recording.event)
-    tensors = {place.value: views.tensor_of(place.value) for place in places}
+    tensors = {place._pl_value: views.tensor_of(place._pl_value) for place in places}
     wholes: dict[int, Placeholder] = {}  # by the tensor whose data they are
     found = []
-    for place in sorted(places, key=lambda one: tensors[one.value]):
-        tensor = tensors[place.value]
+    for place in sorted(places, key=lambda one: tensors[one._pl_value]):
+        tensor = tensors[place._pl_value]
         if views.has_parted(tensor):
             continue
         calls = _calls_from_whole(views, tensor, wholes)

@@ -7,14 +7,14 @@ is value 17, the weight the module's tensor 5, and the result value 18::
         if function is not F or kwargs or len(args) != 3: return UNLIKE
         a0, a1, a2 = args
         if grad() is not True or inference() is not False or autocast() is not False: return UNLIKE
-        if type(a0) is not Placeholder or a0.value != 17 or a0.recording is not recording or a0.spec is not L0:
-            return UNLIKE
+        if type(a0) is not Placeholder or a0._pl_value != 17 or a0._pl_recording is not recording: return UNLIKE
+        if a0._pl_spec is not L0: return UNLIKE
         if a1 is not T[5]: return UNLIKE
         if a2 is not None: return UNLIKE
         p0 = pool[0]
-        if refs(p0) != 3 or p0.spec is not M0 or len(p0.__dict__) != 4 or weak_refs(p0):
+        if refs(p0) != 3 or p0._pl_spec is not M0 or len(p0.__dict__) != 4 or weak_refs(p0):
             p0 = pool[0] = renewed(p0, M0, W)
-        p0.value = 18; p0.recording = recording
+        p0._pl_value = 18; p0._pl_recording = recording
         return p0
 
 A placeholder that nobody refers to any more, not even weakly, and that has no attribute of the user's, is used again.
@@ -203,20 +203,21 @@ def make_matcher(
             source.captures.append(f"recording.captured.append({name})")
         elif type(value) is EarlierValue:
             source.unless(
-                f"type({name}) is not Placeholder or {name}.recording is recording or {name}.recording is None or "
-                f"{name}.spec is not {spec} or {name}.recording.home_of({name}.value) != {value.visit}"
+                f"type({name}) is not Placeholder or {name}._pl_recording is recording or "
+                f"{name}._pl_recording is None or {name}._pl_spec is not {spec} or "
+                f"{name}._pl_recording.home_of({name}._pl_value) != {value.visit}"
             )
             captured_tensors[slot] = len(source.captures)
-            source.captures.append(f"recording.captured.append(({name}.recording, {name}.value))")
+            source.captures.append(f"recording.captured.append(({name}._pl_recording, {name}._pl_value))")
         elif value < 0:
             source.unless(f"{name} is not {source.constant(module_tensors)}[{source.constant(-1 - value)}]")
             if specs[slot].is_parameter:
                 source.unless(f"{name}.requires_grad is not {specs[slot].requires_grad}")
         else:
             source.unless(
-                f"type({name}) is not Placeholder or {name}.value != {source.constant(value)} or "
-                f"{name}.recording is not recording or "
-                f"{name}.spec is not {spec}"
+                f"type({name}) is not Placeholder or {name}._pl_value != {source.constant(value)} or "
+                f"{name}._pl_recording is not recording or "
+                f"{name}._pl_spec is not {spec}"
             )
 
     def walk(name: str, template: Template) -> None:
@@ -267,10 +268,10 @@ def make_matcher(
         found.append(name)
         source.lines += [
             f"    {name} = pool[{place}]",
-            f"    if refs({name}) != 3 or {name}.spec is not {own} or len({name}.__dict__) != {NUM_ATTRIBUTES} "
+            f"    if refs({name}) != 3 or {name}._pl_spec is not {own} or len({name}.__dict__) != {NUM_ATTRIBUTES} "
             f"or weak_refs({name}):",
             f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
-            f"    {name}.value = {source.constant(value)}; {name}.recording = recording",
+            f"    {name}._pl_value = {source.constant(value)}; {name}._pl_recording = recording",
         ]
     for slot, spec, value in writes:
         number = source.constant(value)
@@ -280,7 +281,7 @@ def make_matcher(
             spec_after = source.constant(spec)
             source.lines.append(f"    absorb(recording, {names[slot]}, {spec_after}, {number}, {shown})")
         elif inputs[slot] >= 0:
-            source.lines.append(f"    {names[slot]}.value = {number}")
+            source.lines.append(f"    {names[slot]}._pl_value = {number}")
             if spec is not specs[slot]:
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(spec)})")
     source.lines.append(f"    return {_result(source, layout, found)}")
@@ -293,7 +294,7 @@ def is_held_alike(tensor: Any, ranks: tuple[int, ...], spec: TensorSpec) -> bool
         isinstance(tensor, Tensor)
         and tensor.__dict__.get(HELD_BY) == ranks
         and TensorSpec.of(tensor) is spec
-        and getattr(tensor, "recording", None) is None
+        and getattr(tensor, "_pl_recording", None) is None
     )
 
 
@@ -305,8 +306,8 @@ def never(*_: Any) -> Any:
 
 def renewed(old: Placeholder, spec: TensorSpec, what: str) -> Placeholder:
     """A new placeholder in the place of one that somebody still refers to, of which its recording is to know."""
-    if old.recording is not None:
-        old.recording.keep(old)
+    if old._pl_recording is not None:
+        old._pl_recording.keep(old)
     return placeholder(spec, what)
 
 

@@ -184,7 +184,7 @@ class ModuleTensors:
 def set_requires_grad(tensor: Tensor, value: bool) -> None:
     """Have a tensor of the module require gradients or not, whether this rank holds it or has a placeholder."""
     if type(tensor) is Placeholder:
-        tensor.spec = tensor.spec.but(requires_grad=value)
+        tensor._pl_spec = tensor._pl_spec.but(requires_grad=value)
     else:
         with _torch.DisableTorchFunction():
             tensor.requires_grad_(value)

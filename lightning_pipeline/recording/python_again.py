@@ -321,7 +321,7 @@ def _with_former(found: Any, event: Event, pool: Sequence[Placeholder], recordin
     former = {
         id(new): old
         for new, old in zip(event.pool, pool, strict=True)
-        if new is not old and old.recording is recording and old.value == new.value
+        if new is not old and old._pl_recording is recording and old._pl_value == new._pl_value
     }
     if not former:
         return found

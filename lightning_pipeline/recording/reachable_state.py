@@ -358,7 +358,7 @@ def _array(value: np.ndarray, depth: int) -> Any:
 
 
 _SHOWING: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
-    (Placeholder, lambda value, depth: (value, value.value)),
+    (Placeholder, lambda value, depth: (value, value._pl_value)),
     (Tensor, lambda value, depth: (value, value._version)),
     (np.ndarray, _array),
     (str, _itself),

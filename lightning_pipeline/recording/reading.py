@@ -46,7 +46,7 @@ def read(recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
     value = recording.value_of(args[0]) if args else None
     if value is not None and args[0].device.type == "cpu" and name in ("numpy", "__array__"):
-        place = recording.placeholder_for(value, args[0].spec, args[0].what)
+        place = recording.placeholder_for(value, args[0]._pl_spec, args[0]._pl_what)
         recording.watch_array(found, found.tobytes(), place)
     return found
 
@@ -101,7 +101,7 @@ def data_of(recording: Recording, call: Call) -> list[Tensor]:
     for tensor, value in zip(call.tensors, inputs, strict=True):
         if type(value) is EarlierValue:
             recording.is_simple = False
-            [found[id(tensor)]] = recording.data_source.read(tensor.recording, [tensor.value])  # type: ignore[attr-defined]
+            [found[id(tensor)]] = recording.data_source.read(tensor._pl_recording, [tensor._pl_value])  # type: ignore[attr-defined]
     if values:
         recording.reads += values
         found.update(zip(values, recording.data_source.read(recording, values), strict=True))

@@ -202,7 +202,7 @@ class Recording(TorchFunctionMode):
 
     def value_of(self, tensor: Any) -> int | None:
         """The number of the value that a tensor stands for; None for other tensors."""
-        return tensor.value if type(tensor) is Placeholder and tensor.recording is self else None
+        return tensor._pl_value if type(tensor) is Placeholder and tensor._pl_recording is self else None
 
     def home_of(self, value: int) -> int:
         """The visit that makes a value, once the path has ended."""
@@ -212,7 +212,7 @@ class Recording(TorchFunctionMode):
 
     def placeholder_for(self, value: int, spec: TensorSpec, what: str) -> Placeholder:
         made = placeholder(spec, what)
-        made.value, made.recording = value, self
+        made._pl_value, made._pl_recording = value, self
         return made
 
     def watch_array(self, array: Any, content: bytes, place: Placeholder) -> None:
@@ -300,16 +300,16 @@ class Recording(TorchFunctionMode):
             self.kept.append(place)
 
     def change(self, place: Placeholder, spec: TensorSpec) -> None:
-        value = place.value
-        become(place, placeholder(spec, place.what))
-        place.value, place.recording = value, self
+        value = place._pl_value
+        become(place, placeholder(spec, place._pl_what))
+        place._pl_value, place._pl_recording = value, self
 
     def adopt(self, place: Placeholder, spec: TensorSpec, value: int) -> None:
         """Make an earlier micro-batch's value, which the step has written into, a value of this recording."""
-        refuse_written(place.recording, place)
-        if spec is not place.spec:
-            become(place, placeholder(spec, place.what))
-        place.value, place.recording = value, self
+        refuse_written(place._pl_recording, place)
+        if spec is not place._pl_spec:
+            become(place, placeholder(spec, place._pl_what))
+        place._pl_value, place._pl_recording = value, self
         self.kept.append(place)
 
     def register(
@@ -372,8 +372,8 @@ class Recording(TorchFunctionMode):
         if number is not None:
             is_copied = self.tensors.is_replicated(number) and memory_of(tensor) in self.memory.copied
             return CAPTURED if is_copied else -1 - number
-        if type(tensor) is Placeholder and tensor.recording is self:
-            return tensor.value
+        if type(tensor) is Placeholder and tensor._pl_recording is self:
+            return tensor._pl_value
         ranks = holders_of(tensor)
         if ranks is not None:
             if tensor.requires_grad and torch.is_grad_enabled():
@@ -383,12 +383,12 @@ class Recording(TorchFunctionMode):
                 )
             return self.recorder.held(ranks)
         if type(tensor) is Placeholder:
-            if tensor.recording is None:
+            if tensor._pl_recording is None:
                 raise NotImplementedError(
-                    f"{tensor.what} is not on this rank, and is used in a step ({users_line()}): make it a parameter "
-                    f"or buffer of the module"
+                    f"{tensor._pl_what} is not on this rank, and is used in a step ({users_line()}): make it a "
+                    f"parameter or buffer of the module"
                 )
-            return EarlierValue(tensor.recording.home_of(tensor.value))
+            return EarlierValue(tensor._pl_recording.home_of(tensor._pl_value))
         return CAPTURED
 
 

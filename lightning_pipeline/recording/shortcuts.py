@@ -58,7 +58,8 @@ class Given(NamedTuple):
     def is_like(self, argument: Any, recording: Any) -> bool:
         kind = type(argument)
         if kind is Placeholder:
-            return argument.value == self.value and argument.spec is self.spec and argument.recording is recording
+            is_value = argument._pl_value == self.value and argument._pl_recording is recording
+            return is_value and argument._pl_spec is self.spec
         if kind is Tensor:
             spec = self.spec
             return (
@@ -150,9 +151,9 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         pool = maker.pool
         place = pool[number]
         is_free = refs(place) == 3 and len(place.__dict__) == NUM_ATTRIBUTES and not weak_refs(place)
-        if not is_free or place.spec is not spec:
-            place = pool[number] = renewed(place, spec, place.what)  # type: ignore[arg-type]
-        place.value, place.recording = value, recording
+        if not is_free or place._pl_spec is not spec:
+            place = pool[number] = renewed(place, spec, place._pl_what)  # type: ignore[arg-type]
+        place._pl_value, place._pl_recording = value, recording
         return place
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -254,8 +255,8 @@ def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
     """What arguments are; None if one of them may change, or is not of this micro-batch."""
     found = []
     for item in items:
-        if type(item) is Placeholder and item.recording is recording:
-            found.append(Given(item.value, item.spec, None))
+        if type(item) is Placeholder and item._pl_recording is recording:
+            found.append(Given(item._pl_value, item._pl_spec, None))
         elif type(item) is Tensor and HELD_BY not in item.__dict__:
             is_modules = recording.tensors.number_of(item) is not None
             found.append(Given(-3, TensorSpec.of(item), item) if is_modules else Given(-1, TensorSpec.of(item), None))
@@ -273,15 +274,15 @@ def _made(result: Any, begin: Event, end: Event, items: Sequence[Any], recording
             return Made(None, place)
     if is_plain(result):
         return Made(None, -1, constant=result)
-    if type(result) is not Placeholder or result.recording is not recording:
+    if type(result) is not Placeholder or result._pl_recording is not recording:
         return None
-    value: Any = result.value
+    value: Any = result._pl_value
     event: Event | None = end
     while event is not begin:
         assert event is not None
         made = [output for output in event.outputs if output is not None]
         if value in made:
-            return Made(event, made.index(value), result.value, result.spec)
+            return Made(event, made.index(value), result._pl_value, result._pl_spec)
         # Written into in place: the same placeholder, by another number before.
         value = next((event.inputs[slot] for slot, _, after in event.writes if after == value), value)
         event = event.parent

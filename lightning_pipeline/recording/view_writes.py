@@ -100,13 +100,13 @@ def alive(recording: Recording, sharer: Sharer) -> list[Placeholder]:
     """The placeholders by which the user's code refers to a tensor."""
     found = []
     pool, place = sharer.pool, sharer.place
-    if pool and pool[place].recording is recording and sys.getrefcount(pool[place]) > 2:
+    if pool and pool[place]._pl_recording is recording and sys.getrefcount(pool[place]) > 2:
         found.append(pool[place])
     kept = recording.kept
-    found += [kept[i] for i in range(len(kept)) if kept[i].recording is recording and sys.getrefcount(kept[i]) > 2]
+    found += [kept[i] for i in range(len(kept)) if kept[i]._pl_recording is recording and sys.getrefcount(kept[i]) > 2]
     of_batch = (reference() for reference in recording.batch_places)
-    found += [one for one in of_batch if type(one) is Placeholder and one.recording is recording]
-    return [one for one in found if one.value in sharer.values]
+    found += [one for one in of_batch if type(one) is Placeholder and one._pl_recording is recording]
+    return [one for one in found if one._pl_value in sharer.values]
 
 
 def come_together(
@@ -132,7 +132,7 @@ def come_together(
             used, others = {own}, [own]
         else:
             family = {*views.family(own)}
-            others = [views.tensor_of(place.value) for sharer in sharers for place in alive(recording, sharer)]
+            others = [views.tensor_of(place._pl_value) for sharer in sharers for place in alive(recording, sharer)]
             others = [tensor for tensor in others if tensor in family]
             used = {own, *others}
             first = _first(recording, views, used)
@@ -251,7 +251,7 @@ def _make_anew(recording: Recording, views: Views, visit: int, first: int, used:
             if place is not new[tensor]:
                 _follow(recording, place, new[tensor])
                 if pool and pool[index] is place:  # which is no longer what the event made
-                    pool[index] = placeholder(place.spec, place.what)
+                    pool[index] = placeholder(place._pl_spec, place._pl_what)
                 if not any(one is place for one in recording.kept):
                     recording.keep(place)
 
@@ -259,7 +259,7 @@ def _make_anew(recording: Recording, views: Views, visit: int, first: int, used:
 def _bring(recording: Recording, place: Placeholder, visit: int) -> Placeholder:
     """Have a visit receive a tensor. Returns a placeholder for what may be written into there."""
     if not recording.is_in_checkpoint:
-        _see(recording, place, None, place.spec, visit)
+        _see(recording, place, None, place._pl_spec, visit)
         return place
     # What a checkpointed function is given on a visit has to stay as it is.
     return _followed(recording, Tensor.clone, (place,), None, visit)
@@ -300,8 +300,8 @@ def tell_sharers(recording: Recording, event: Event, operands: Sequence[Tensor])
     for sharer in event.sharers:
         places = alive(recording, sharer)
         for slot, gets_gradient in sharer.slots if places else ():
-            [written] = {one for one in operands if type(one) is Placeholder and one.value == values[slot]}
-            first, spec = places[0], places[0].spec
+            [written] = {one for one in operands if type(one) is Placeholder and one._pl_value == values[slot]}
+            first, spec = places[0], places[0]._pl_spec
             if gets_gradient and written.requires_grad and not spec.requires_grad:
                 spec = spec.but(requires_grad=True, is_leaf=False)
             _see(recording, first, written if gets_gradient else None, spec, event.visit)
@@ -312,9 +312,9 @@ def tell_sharers(recording: Recording, event: Event, operands: Sequence[Tensor])
 def _follow(recording: Recording, place: Placeholder, other: Placeholder) -> None:
     """Have a placeholder stand for another one's value."""
     if place is not other:
-        place.value = other.value
-        if place.spec is not other.spec:
-            recording.change(place, other.spec)
+        place._pl_value = other._pl_value
+        if place._pl_spec is not other._pl_spec:
+            recording.change(place, other._pl_spec)
 
 
 def _see(recording: Recording, place: Tensor, written: Tensor | None, spec: TensorSpec, visit: int) -> None:

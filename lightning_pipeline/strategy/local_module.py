@@ -286,7 +286,7 @@ class LocalModule:
     def _move(self, device: torch.device) -> None:
         for _, tensor in named_tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # which shows the device that it stands for
-                become(tensor, placeholder(tensor.spec.but(device=device), tensor.what))
+                become(tensor, placeholder(tensor._pl_spec.but(device=device), tensor._pl_what))
         held = [holders_of(tensor) for _, tensor in named_tensors(self._module)]
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         for (_, tensor), stages in zip(named_tensors(self._module), held, strict=True):

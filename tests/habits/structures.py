@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers, Noting
 from tests.habits.table import habit
 
 
@@ -431,3 +431,70 @@ class OneStridedElement(Layers):
         one = x[:1, ::2][0, :1]  # stride 2
         x = self.layers[3](self.layers[2](x)) * one + self.offset
         return F.cross_entropy(self.head(x), y)
+
+
+@habit()
+class AttributesOfFeatures(Layers):
+    """Features carry numbers and texts of the user's, by names that are short and common, and a value as critics do."""
+
+    def features(self, x: Tensor) -> Any:
+        early: Any = self.layers[1](self.layers[0](x))
+        early.value, early.what, early.recording = 2, "early", 0.5
+        late: Any = self.layers[2](early)
+        late.value, late.spec = late.mean(1, keepdim=True), {"size": WIDTH}
+        late = self.layers[3](late + early * early.value * early.recording + late.value * len(late.spec))
+        late.value, late.recording = 3, 0.1
+        return late + early * len(early.what) * late.recording / late.value
+
+
+class Marked(Layers):
+    """Parameters have attributes from the beginning on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, (name, p) in enumerate(self.named_parameters()):
+            marked: Any = p
+            marked.what = "slow" if p.dim() == 1 else "fast"
+            marked.value, marked.spec, marked.recording = 0.5 + 0.1 * number, (name, number), number % 3
+
+
+@habit()
+class AttributesOfParameters(Marked):
+    """They tell the optimizer's groups, what hooks do to gradients, and a weight of the loss, by common names."""
+
+    def configure_optimizers(self) -> Any:
+        groups: dict[str, list[Any]] = {"slow": [], "fast": []}
+        for p in self.parameters():
+            groups[p.what].append(p)
+        return torch.optim.SGD([{"params": groups["slow"], "lr": 0.01}, {"params": groups["fast"]}], lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights: list[Any] = [self.layers[0].linear.weight, self.layers[3].linear.weight, self.head.bias]
+        return super().training_step(batch, batch_idx) * sum(weight.value for weight in weights)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            marked: Any = p
+            marked.grad *= marked.value * len(marked.spec) / (1 + marked.recording)
+
+
+@habit(observed=["found"])
+class AsksWhoHasAttributes(Noting):
+    """Code that takes tensors or what wraps one asks which it got, and whether parameters have been marked."""
+
+    NAMES = ("value", "spec", "recording", "what")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h: Any = self.features(x)
+        h = h.value if hasattr(h, "value") else h * 0.5
+        self.found.append([getattr(x, name, None) or getattr(h, name, "none") for name in self.NAMES])
+        return F.cross_entropy(self.head(h), y)
+
+    def on_train_epoch_end(self) -> None:
+        self.found.append([hasattr(p, name) for p in self.parameters() for name in self.NAMES])
+        for number, p in enumerate(self.parameters()):
+            marked: Any = p
+            marked.value, marked.what = number, 2
+        self.found.append(sum(p.value * p.what for p in self.parameters()))  # type: ignore[misc]
+        self.found.append(float(sum(p.detach().sum() for p in self.parameters())))
