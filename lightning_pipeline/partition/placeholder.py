@@ -154,6 +154,8 @@ class Placeholder(Tensor):
         kwargs = kwargs or {}
         kind = kind_of(func)
         if kind is FunctionKind.DESCRIBES:
+            if (told := _told_by_spec(func, args, kwargs)) is not NotImplemented:
+                return told
             with _torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if is_never_equal(func, args):
@@ -253,11 +255,40 @@ def describe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: it tells something of a placeholder that does not follow from the spec.
     """
+    if (told := _told_by_spec(func, args, kwargs)) is not NotImplemented:
+        return told
     is_unknown = args and type(args[0]) is Placeholder and is_of_memory(func)
     if is_unknown and (function_name(func) != "is_conj" or args[0].dtype.is_complex):
         refuse_memory(func, args[0])
     with _torch.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _told_by_spec(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a function tells of placeholders, where it would look for their memory but the spec tells the same."""
+    answer = _TOLD_BY_SPEC.get(func)
+    is_asked = answer is not None and any(type(one) is Placeholder for one in (*args, *kwargs.values()))
+    return answer(*args, **kwargs) if answer is not None and is_asked else NotImplemented
+
+
+def _are_same_size(self: Tensor, other: Tensor) -> bool:
+    return self.shape == other.shape
+
+
+def _is_neg(place: Tensor) -> Any:
+    """Whether its memory holds the negative, as that of ``z.conj().imag`` does, which is strided by complex numbers."""
+    with _torch.DisableTorchFunctionSubclass():
+        has_own = any(step == 1 and size > 1 for step, size in zip(place.stride(), place.shape, strict=True))
+    return False if has_own and not place.dtype.is_complex else NotImplemented
+
+
+_TOLD_BY_SPEC: dict[Any, Callable[..., Any]] = {
+    Tensor.is_pinned: lambda place, device=None: False,
+    Tensor.is_same_size: _are_same_size,
+    torch.is_same_size: _are_same_size,
+    Tensor.is_neg: _is_neg,
+    Tensor.output_nr.__get__: lambda place, owner=None: 0 if place.is_leaf else NotImplemented,  # type: ignore[attr-defined]
+}
 
 
 def refuse_memory(func: Any, place: Placeholder) -> NoReturn:

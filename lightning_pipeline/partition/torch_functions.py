@@ -48,6 +48,8 @@ _FUNCTIONS = (
     "numel",
     "is_inference",
     "get_device",
+    "is_same_size",
+    "is_signed",
     "result_type",
     "can_cast",
     "_has_compatible_shallow_copy_type",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.habits.modules import Layers
+from tests.habits.modules import Layers, Noting
 from tests.habits.table import habit
 
 
@@ -48,6 +48,24 @@ class Described(Layers):
         self.found.append((h.requires_grad, h.is_leaf, h.is_floating_point(), isinstance(h, torch.FloatTensor)))
         self.found.append((len(h), h.size(-1), tuple(h.shape)))
         return F.cross_entropy(self.head(h / math.sqrt(h.size(-1))), y)
+
+
+@habit(observed=["found"])
+class DescribedByMemory(Noting):
+    """What torch looks up in a tensor's memory or graph, though its shape and strides tell the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.features(x)
+        self.found.append((h.is_pinned(), h.is_shared(), h.is_neg(), h.detach().output_nr))
+        self.found.append((h.is_same_size(x), h.is_same_size(other=h), torch.is_same_size(x, h[1:])))
+        self.found.append((torch.is_signed(h), torch.is_signed(h.argmax(1)), torch.is_signed(h > 0)))
+        return F.cross_entropy(self.head(h), y)
+
+    def on_train_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            self.found.append((parameter.is_pinned(), parameter.is_neg(), parameter.output_nr))
+            self.found.append((parameter.is_same_size(self.head.bias), torch.is_same_size(self.head.bias, parameter)))
 
 
 @habit()
