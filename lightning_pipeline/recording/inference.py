@@ -276,6 +276,9 @@ def _made(spec: TensorSpec, content: Tensor | float | None = None) -> Tensor:
         repeated = [step == 0 and size > 1 for size, step in zip(spec.shape, stride, strict=True)]
         shape = [1 if one else size for one, size in zip(repeated, spec.shape, strict=True)]
         made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
+        memory = made.untyped_storage()
+        if memory.nbytes() > made.nbytes:  # kernels may read between the elements, as that of ctc_loss takes classes
+            memory.fill_(0)  # type: ignore[attr-defined]
         if isinstance(content, Tensor):
             places = tuple(slice(0, 1) if one else slice(None) for one in repeated)
             made.copy_(content.detach()[places])

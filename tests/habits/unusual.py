@@ -131,6 +131,17 @@ class CTC(Layers):
 
 
 @habit()
+class CTCOfColumn(Layers):
+    """Its targets are a column of a matrix, between whose elements are others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = torch.stack([self(x), self(x * 0.5), self(x * 0.2)]).log_softmax(-1)
+        targets = torch.stack([y, y.roll(1)], 1) % 3 + 1
+        return F.ctc_loss(logits, targets[:, :1].flatten(), (3,) * len(x), (1,) * len(x))
+
+
+@habit()
 class SortsLosses(Layers):
     """Python's max and sorted compare losses."""
 

@@ -226,3 +226,17 @@ def test_zeros_tell_what_fake_tensors_do(name: str, needs_grad: bool, monkeypatc
             assert told == Inference().result(func, call, specs)
         compared += 1
     assert compared
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_memory_between_elements_is_zeros(needs_grad: bool) -> None:
+    """Kernels such as that of ctc_loss read it: as a class, garbage is far beyond the tensor."""
+    given = torch.ones(64, 2)[:, 0].requires_grad_(needs_grad)
+
+    def between(x: Tensor) -> list[float]:
+        return x.detach().as_strided((63,), (2,), 1).tolist()
+
+    for content in (0, given):
+        garbage = [torch.full((127,), 7.0) for _ in range(8)]
+        del garbage
+        assert between(inference._made(TensorSpec.of(given), content)) == [0.0] * 63
