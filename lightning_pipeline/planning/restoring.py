@@ -17,6 +17,8 @@ import argparse
 import collections
 import contextvars
 import copy
+import functools
+import gc
 import itertools
 import os
 import random
@@ -189,6 +191,8 @@ class _Snapshot:
             self._visit_items(name, value)
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._visit_cache(name, value)
         elif isinstance(value, types.MethodType):
             self._todo += [(name, value.__self__), (name, value.__func__)]
         elif isinstance(value, partial):
@@ -264,13 +268,27 @@ class _Snapshot:
                         self._undo.append(partial(_set_if_changed, module, one, content))
                         self._todo.append((f"{key}.{one}", content))
 
+    def _visit_cache(self, name: str, function: Any) -> None:
+        """What ``functools.lru_cache`` or ``functools.cache`` keeps of a function."""
+        if _is_of_library(function.__module__):
+            return
+        self._todo.append((name, function.__wrapped__))
+        before = function.cache_info()
+        if before.maxsize is None and before.currsize:
+            held = gc.get_referents(function)  # the results are in a plain dictionary, which can be set back exactly
+            self._todo += ((name, one) for one in held if type(one) is dict and one is not vars(function))
+        else:
+            self._undo.append(partial(_clear_if_filled, function, before))
+
     def _visit_class(self, cls: type) -> None:
         for base in cls.__mro__:
             if base is object or id(base) in self._seen or _is_of_library(base.__module__):
                 continue
             self._seen[id(base)] = base
-            for key, value in list(vars(base).items()):
-                if isinstance(value, types.FunctionType):
+            self._todo += _caches_beside(base)
+            for key, member in list(vars(base).items()):
+                value = _cached_function(member)
+                if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper)):
                     self._todo.append((key, value))
                 elif not key.startswith("__") and not hasattr(type(value), "__get__"):
                     self._undo.append(partial(_set_if_changed, base, key, value))
@@ -359,6 +377,24 @@ def _parts_of_iterator(value: Any) -> list[Any]:
 def _place_of_generator(generator: Any) -> Any:
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, {key: id(value) for key, value in frame.f_locals.items()})
+
+
+def _caches_beside(cls: type) -> list[tuple[str, Any]]:
+    """Functions of the file of a class whose results are cached, which its methods may call in a roundabout way."""
+    scope = vars(sys.modules.get(cls.__module__, object))
+    return [(key, value) for key, value in scope.items() if isinstance(value, functools._lru_cache_wrapper)]
+
+
+def _cached_function(member: Any) -> Any:
+    """The function with a cache in a static method, a class method or a property; else the member itself."""
+    inner = getattr(member, "__func__", None) or getattr(member, "fget", None)
+    return inner if isinstance(inner, functools._lru_cache_wrapper) else member
+
+
+def _clear_if_filled(function: Any, before: Any) -> None:
+    """Empty a cache that has taken up results. Those that a bounded one had before cannot be told from them."""
+    if function.cache_info().misses != before.misses:
+        function.cache_clear()
 
 
 def _refill(value: Any, before: list[Any]) -> None:

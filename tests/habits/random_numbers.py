@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
+from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers, Noting
 from tests.habits.table import error, habit
 
 
@@ -453,3 +454,55 @@ class SeededByItsRank(Layers):
         x, y = batch
         logits = self(x)
         return F.cross_entropy(logits + torch.randn(logits.shape, generator=self.generator), y)
+
+
+@functools.lru_cache(maxsize=8)
+def projection(width: int) -> Tensor:
+    return torch.randn(width, width) / width**0.5
+
+
+@functools.cache
+def offset(depth: int) -> Tensor:
+    return torch.randn(WIDTH) / depth
+
+
+@habit(plain=False, shows=False)
+class DrawnOnceInCaches(Layers):
+    """Random tensors that functions of the file keep: the one is drawn in the first step, the other has one before."""
+
+    def on_fit_start(self) -> None:
+        projection.cache_clear()
+        offset.cache_clear()
+        self.first = offset(1)
+
+    def features(self, x: Tensor) -> Tensor:
+        shift = sum(offset(depth) for depth in (1, 2))
+        return super().features(x @ projection(x.shape[1]) + self.first - shift) + 0.1 * torch.randn(WIDTH)
+
+
+@habit(observed=["found"], plain=False, shows=False)
+class DrawnOnceInCachedMethods(Noting):
+    """Random tensors that a method, a static method and a property of the class keep."""
+
+    def on_fit_start(self) -> None:
+        for cached in (type(self).power, self.noise):
+            cached.cache_clear()
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        return torch.rand(WIDTH)
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019, UP033
+    def power(self, n: int) -> Tensor:
+        self.found.append(n)
+        return self.positions**n
+
+    @staticmethod
+    @functools.lru_cache
+    def noise(n: int) -> Tensor:
+        return torch.randn(WIDTH) / n
+
+    def features(self, x: Tensor) -> Tensor:
+        for n, layer in enumerate(self.layers, 1):
+            x = layer(x) + self.power(n) * 0.1 + self.noise(n) * 0.1 + torch.rand(WIDTH) * 0.01
+        return x
