@@ -21,7 +21,7 @@ from lightning_pipeline.recording.function_calls import APPLY, applying, are_hoo
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
 from lightning_pipeline.recording.process_flags import flags_of_steps
 from lightning_pipeline.recording.scripted import scripted_seen
-from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
+from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen, variables_seen
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -47,6 +47,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
         _patches.enter_context(copies_of_parameters_seen(_is_of_step))
+        _patches.enter_context(variables_seen())
         _patches.enter_context(flags_of_steps(running_recording))
         override = _patches.enter_context(overridden())
         override(users_code, "step_runs", lambda: running_recording() is not None)

@@ -1,4 +1,4 @@
-"""Copies that Python takes of tensors in a step: `copy.copy`, `copy.deepcopy` and pickles."""
+"""Copies that Python takes of tensors in a step: `copy.copy`, `copy.deepcopy`, pickles, and old-style variables."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.variable import Variable, VariableMeta
 from torch.overrides import handle_torch_function
 
 from lightning_pipeline import _torch
@@ -62,4 +63,22 @@ def copies_of_parameters_seen(is_seen: Callable[[Tensor], bool]) -> Iterator[Non
     with overridden() as override:
         for name in ("__deepcopy__", "__reduce_ex__"):
             override(nn.Parameter, name, through(name))
+        yield
+
+
+@contextmanager
+def variables_seen() -> Iterator[None]:
+    """While entered, modes see ``torch.autograd.Variable(tensor)`` as the `detach` that it is, which C++ does by
+    itself."""
+
+    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+        data, *others = args or (kwargs.get("data"),)
+        is_plain = isinstance(data, Tensor) and len(others) <= 1 and kwargs.keys() <= {"data", "requires_grad"}
+        if cls is not Variable or not is_plain:
+            return type.__call__(cls, *args, **kwargs)
+        needs_grad = others[0] if others else kwargs.get("requires_grad", False)
+        return data.detach().requires_grad_() if needs_grad else data.detach()
+
+    with overridden() as override:
+        override(VariableMeta, "__call__", made)
         yield

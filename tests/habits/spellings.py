@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Variable
 
 from tests.habits.modules import Layers, Noting
 from tests.habits.table import habit
@@ -241,3 +242,25 @@ class SignOfZero(Layers):
         hidden = self.features(x)
         zero = -0.0 if self.global_step % 2 else 0.0
         return F.cross_entropy(self.head(hidden), y) + (1 / hidden.detach().clamp(zero, zero)).sign().mean()
+
+
+@habit(observed=["found"], shows=False)
+class Variables(Noting):
+    """Variables, types and `new` of old code, of the batch, of features and of parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = Variable(batch[0]), Variable(data=batch[1], requires_grad=False)
+        h = self.features(x)
+        self.found += [h.type(), isinstance(h, Variable), h.type() == x.type(), isinstance(y, torch.LongTensor)]
+        noise = h.data.new(h.size()).fill_(0.1) * torch.FloatTensor(h.size(0), 1).fill_(0.5)
+        h = h.type(torch.FloatTensor) + noise + h.new([0.5])
+        leaf = Variable(h, requires_grad=True)
+        (gradient,) = torch.autograd.grad(self.layers[3](leaf).pow(2).sum(), leaf)
+        self.found += [leaf.is_leaf, leaf.requires_grad, Variable(h).requires_grad]
+        mask = torch.ByteTensor(h.shape[0]).fill_(1).bool()
+        loss = F.cross_entropy(self.head(h - 0.01 * Variable(gradient))[mask], y) + Variable(h).mean()
+        self.log("loss", Variable(loss))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.found += [Variable(parameter).sum().item() for parameter in self.parameters()]
