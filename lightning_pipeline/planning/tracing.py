@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -56,7 +57,7 @@ def trace_step(root: nn.Module, step: Step, batch: Any, speed: DeviceSpeed | Non
             tracer.end_forward()
             return loss
 
-        with _Operations(tracer):
+        with _biases_made(), _Operations(tracer):
             run_by_position(
                 root, forward, batch, begin=tracer.begin, end=tracer.end, begin_backward=tracer.begin_backward
             )
@@ -212,6 +213,20 @@ class _Operations(_torch.TorchDispatchMode):
         result = func(*args, **kwargs)
         self._tracer.count(func, args, kwargs, result)
         return result
+
+
+@contextmanager
+def _biases_made() -> Iterator[None]:
+    """While entered, torch's biases of attention can be made under a dispatch mode: they are tensors of a class without
+    a constructor of its own, which takes over an empty tensor, and a mode has made a plain one of that before."""
+
+    def made(cls: type[CausalBias], *args: Any, **kwargs: Any) -> Any:
+        with _torch.dispatch_modes_taken_off():
+            return Tensor.__new__(cls)
+
+    with overridden() as override:
+        override(CausalBias, "__new__", staticmethod(made))
+        yield
 
 
 def _is_view(func: Any) -> bool:

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layer, Layers
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import error, habit
 
 
@@ -353,3 +354,29 @@ class DenormalsFlushed(Layers):
         small = hidden.abs() * 1e-40
         torch.set_flush_denormal(False)
         return F.cross_entropy(self.head(hidden), batch[1]) + (small * 1e30).mean() * 1e10
+
+
+@habit()
+class AttentionWithBiases(Layers):
+    """Attention with torch's causal bias, which is a tensor of a class of its own, and with one by distance."""
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        x = torch.randn(SAMPLES, 5, WIDTH, generator=generator)
+        return x, torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+    def features(self, x: Tensor) -> Tensor:
+        distances = (torch.arange(5)[:, None] - torch.arange(5)).abs()
+        slopes = torch.tensor([0.5, 0.25])[:, None, None]
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            heads = x.view(len(x), 5, 2, -1).transpose(1, 2)
+            if i % 2:
+                bias = causal_lower_right(3, 5)
+                found = F.scaled_dot_product_attention(heads[:, :, -3:], heads, heads, attn_mask=bias)
+                found = F.pad(found, (0, 0, 2, 0))
+            else:
+                bias = (-distances * slopes).expand(len(x), -1, -1, -1)
+                found = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias)
+            x = x + found.transpose(1, 2).flatten(2)
+        return x.mean(1)
