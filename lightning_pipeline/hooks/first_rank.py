@@ -29,7 +29,7 @@ from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
-from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
@@ -59,10 +59,17 @@ class _Call(NamedTuple):
 
 
 class _Over(NamedTuple):
-    """The first rank is at the end of the hook, and there training is to stop, or not; what it has changed."""
+    """The first rank is at the end of the hook.
+
+    Attributes:
+        stops: training is to stop.
+        changed: what it has changed.
+        has_kept_rank: its code may go by its rank in later hooks without asking again.
+    """
 
     stops: bool
     changed: tuple[Changed, ...]
+    has_kept_rank: bool
 
 
 class _Answer(NamedTuple):
@@ -149,7 +156,8 @@ class FirstRank:
         """
         if not self._direct.rank:
             changed = self.changes.found()
-            self._direct.tell(_Over(stops, changed))
+            self._direct.tell(_Over(stops, changed, in_hook.has_kept_rank))
+            in_hook.is_rank_kept = in_hook.has_kept_rank
             self._note(changed)
             if changed:
                 self.changes.give(changed)
@@ -161,6 +169,7 @@ class FirstRank:
                     f"that asks for the rank: let every rank run it, as trainer.save_checkpoint"
                 )
             self._give(call)
+        in_hook.is_rank_kept = call.has_kept_rank
         self._note(call.changed)
         if call.changed:
             self.changes.take(call.changed)

@@ -84,7 +84,7 @@ class Exchanges:
     def _next(self, peer: int, own: ExchangeRequest) -> Any:
         self.send()
         if not self._in[peer]:
-            requests = self._direct.hear(peer, ExchangeRequests.__name__)
+            requests = self._direct.hear_requests(peer, f"{own.call}, which every rank has to run ({own.line})")
             if type(requests) is not ExchangeRequests:
                 raise own.error(
                     self._direct.name_of(self._direct.rank), f"and {self._direct.name_of(peer)} is elsewhere"

@@ -22,14 +22,15 @@ class _InHook:
 
     Attributes:
         is_rank_known: the code has asked which rank it runs on, so it may do something else on each.
-        is_rank_kept: code of this run may have kept what rank it runs on, so hooks may differ from their start.
+        has_kept_rank: this rank's code may have kept what rank it runs on.
+        is_rank_kept: the first rank's may have, as all know, so hooks may differ from their start.
         when_rank_known: called when it asks.
         thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
     """
 
     on = False
     is_rank_known = False
-    is_rank_kept = False
+    has_kept_rank = is_rank_kept = False
     when_rank_known: Callable[[], None] | None = None
     thread = 0
 

@@ -125,8 +125,8 @@ def _depends_on(code: CodeType, asked: int, line: int) -> bool:
 
 def note_kept(frame: FrameType | None) -> None:
     """Take note that a frame of the user's asks for the rank, if it may keep what it is told."""
-    if frame is not None and not in_hook.is_rank_kept:
-        in_hook.is_rank_kept = _may_keep(frame.f_code, frame.f_lineno)
+    if frame is not None and not in_hook.has_kept_rank:
+        in_hook.has_kept_rank = _may_keep(frame.f_code, frame.f_lineno)
 
 
 def _may_keep(code: CodeType, asked: int) -> bool:

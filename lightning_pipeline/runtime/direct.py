@@ -52,6 +52,10 @@ class DirectTransport:
         """The next object from a rank."""
         return self._transport.recv_object(peer, what)
 
+    def hear_requests(self, peer: int, what: str) -> Any:
+        """The next object from a rank, which ought to be requests of a hook."""
+        return self._transport.recv_object(peer, what, takes_requests=True)
+
     def send(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor with dense memory, which must not change until it is sent, or a sparse one."""
         tensor = tensor.detach()

@@ -167,10 +167,10 @@ class Transport(Connection):
         """Pickle `obj` and send it without waiting, in order with the other objects to `peer`."""
         self._control[peer].send_bytes(dumps(obj))
 
-    def recv_object(self, peer: int, what: str) -> Any:
+    def recv_object(self, peer: int, what: str, *, takes_requests: bool = False) -> Any:
         """The next object from `peer`. `what` names it in errors."""
         found = pickle.loads(self._control[peer].receive_bytes(what))
-        if type(found) is ExchangeRequests and what != ExchangeRequests.__name__:
+        if type(found) is ExchangeRequests and not takes_requests:
             raise found[0].error(self.name_of(peer), f"{self.name_of(self.stage)} waits for {what}")
         return found
 

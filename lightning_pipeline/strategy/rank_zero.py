@@ -28,7 +28,7 @@ def begin_run(trainer: Trainer) -> None:
     Bars are shown by the first rank alone, and what one computes to show it computes there, without asking again.
     """
     bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
-    in_hook.is_rank_kept = any(_is_own(type(bar).get_metrics) for bar in bars)
+    in_hook.has_kept_rank, in_hook.is_rank_kept = any(_is_own(type(bar).get_metrics) for bar in bars), False
 
 
 def _is_own(function: Callable[..., Any]) -> bool:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.suspended import end_idle_threads
 from lightning_pipeline.partition.ownership import Ownership
+from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
@@ -119,6 +120,7 @@ class SessionStrategy(ProcessStrategy):
             session.take_optimizers()
         self.setup_precision_plugin()
         session.install()
+        in_hook.is_rank_kept = self.broadcast(in_hook.has_kept_rank)  # in setup, before there are stages
 
     @override
     def model_to_device(self) -> None:

@@ -336,6 +336,22 @@ class OpensOnFirstRank(Writing):
 
 
 @habit(plain=False, shows=False)
+class AsksAgainOnFirstRank(Writing):
+    """What the first rank alone runs asks for the rank again, in `setup` and in a hook."""
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.is_global_zero:
+            self.lines.append(f"rank {self.trainer.global_rank}")
+
+    def on_fit_start(self) -> None:
+        if self.trainer.is_global_zero:
+            self.lines.append(f"rank {self.trainer.global_rank} of {self.trainer.strategy.local_rank}")
+
+    def is_first(self) -> bool:
+        return False
+
+
+@habit(plain=False, shows=False)
 class RankIsNotZero(Writing):
     """The rank that `rank_zero_only` has is compared in other ways."""
 
