@@ -129,24 +129,25 @@ def note_kept(frame: FrameType | None) -> None:
         in_hook.has_kept_rank = _may_keep(frame.f_code, frame.f_lineno)
 
 
+@lru_cache(maxsize=1024)
 def _may_keep(code: CodeType, asked: int) -> bool:
     """Whether what a line of a function comes to, which asks for the rank, may be known after the function: unless it
-    decides what is done there, without a word to any object, or is given to local names."""
+    decides there, or is given to local names, and the function gives nothing back and stores to local names alone."""
     definition = definition_of(code)
     if definition is None:
         return True
     around = [node for node in ast.walk(definition) if isinstance(node, ast.stmt) and _spans(node, asked)]
     statement = max(around, key=lambda node: node.lineno, default=None)
-    if isinstance(statement, (ast.If, ast.Assign)):
-        return any(map(_stores, ast.walk(statement)))
-    return True
+    return not isinstance(statement, (ast.If, ast.Assign)) or any(map(_is_seen_outside, ast.walk(definition)))
 
 
-def _stores(node: ast.AST) -> bool:
-    """Whether a statement stores to anything but local names."""
-    if isinstance(node, (ast.Global, ast.Nonlocal)):
-        return True
-    return isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store)
+def _is_seen_outside(node: ast.AST) -> bool:
+    """Whether a function gives something back, or stores to anything but local names."""
+    if isinstance(node, ast.Return):
+        return node.value is not None
+    if isinstance(node, (ast.Attribute, ast.Subscript)):
+        return isinstance(node.ctx, ast.Store)
+    return isinstance(node, (ast.Global, ast.Nonlocal))
 
 
 def _spans(node: ast.AST, line: int) -> bool:

@@ -28,10 +28,10 @@ def begin_run(trainer: Trainer) -> None:
     Bars are shown by the first rank alone, and what one computes to show it computes there, without asking again.
     """
     bars = [one for one in trainer.callbacks if isinstance(one, ProgressBar)]  # type: ignore[attr-defined]
-    in_hook.has_kept_rank, in_hook.is_rank_kept = any(_is_own(type(bar).get_metrics) for bar in bars), False
+    in_hook.has_kept_rank, in_hook.is_rank_kept = any(_is_users(type(bar).get_metrics) for bar in bars), False
 
 
-def _is_own(function: Callable[..., Any]) -> bool:
+def _is_users(function: Callable[..., Any]) -> bool:
     return not function.__module__.startswith(PACKAGES)
 
 

@@ -315,7 +315,8 @@ class KeepsThatItIsFirst(Writing):
     """A hook keeps which rank it runs on, and later ones go by it."""
 
     def on_fit_start(self) -> None:
-        self.is_main = self.trainer.is_global_zero
+        rank = self.trainer.global_rank
+        self.is_main = rank == 0
 
     def is_first(self) -> bool:
         return self.is_main
@@ -328,8 +329,9 @@ class OpensOnFirstRank(Writing):
     file: Any = None
 
     def setup(self, stage: str) -> None:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            self.file = self.lines
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+            return
+        self.file = self.lines
 
     def is_first(self) -> bool:
         return self.file is not None
