@@ -183,7 +183,7 @@ def check_on_the_way(
     made = hashlib.blake2b(current.event.digest + then.encode(), digest_size=6)
     row = torch.zeros(CAPACITY // 8 + 1, dtype=torch.float64)
     row[CAPACITY // 8] = float(int.from_bytes(made.digest(), "little"))
-    rows = transport.all_gather_vector(row, f"what ranks ran (this one {then})", room=_ROOM)
+    rows = transport.all_gather_vector(row, f"what ranks ran (this one {then}: {users_line()})", room=_ROOM)
     if len(set(rows[:, CAPACITY // 8].tolist())) > 1:
         own = _what_ran([state for state in microbatches if state.recording is not None])
         place = next(place for place, state in enumerate(microbatches) if state.recording is current)

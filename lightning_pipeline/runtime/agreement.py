@@ -105,7 +105,8 @@ class Agreement:
 
     def _wait(self, keys: list[str], timeout: timedelta, place: str) -> bool:
         """Whether the keys came within the timeout. Raises if another rank has failed."""
-        return self._store.wait_looking(keys, timeout, lambda: self._raise_if_failed(place))
+        with self._notice.waits.for_all(place):
+            return self._store.wait_looking(keys, timeout, lambda: self._raise_if_failed(place))
 
     def _raise_if_failed(self, place: str) -> None:
         failure = self._notice.failure

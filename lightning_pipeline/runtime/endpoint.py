@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.runtime.backends import flat
-from lightning_pipeline.runtime.errors import is_late
+from lightning_pipeline.runtime.errors import PipelineDeadlockError, is_late
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.streams import Arriving, Message, Stream
 from lightning_pipeline.runtime.topology import Topology
@@ -34,6 +34,16 @@ class Connection:
         self.notice = notice
         self.receives: set[PendingReceive] = set()
 
+    def look_around(self) -> None:
+        """What a rank does that waits for long.
+
+        Raises:
+            RuntimeError: nothing can come any more.
+        """
+        self.begin_receives()
+        if self.notice.waits.message:
+            raise RuntimeError(self.notice.waits.message)
+
     def begin_receives(self) -> None:
         """Have all that is expected read, as peers may wait for it to leave."""
         for receive in self.receives:
@@ -46,6 +56,8 @@ class Connection:
             what: what was waited for, with a preposition: ``"the activations of micro-batch 3 from"``.
             waited: seconds since the wait began; None if the operation could not even be posted.
         """
+        if self.notice.waits.message:
+            raise PipelineDeadlockError(self.notice.waits.message) from None
         rank = self.topology.pipeline_ranks[peer]
         limit = self.timeout.total_seconds()
         timed_out = waited is not None and (waited >= 0.99 * limit or is_late(error))
@@ -166,6 +178,15 @@ class HostEndpoint(Endpoint):
         self.wait(message, f"{what} from")
         return message.data
 
+    def wait(self, work: Message, what: str) -> None:
+        if type(work) is not Arriving:
+            super().wait(work, what)
+        elif not work.has_come:
+            connection = self._connection
+            rank = connection.topology.pipeline_ranks[self.peer]
+            with connection.notice.waits.for_message(what, rank, self._stream.route):
+                super().wait(work, what)
+
     def finish_oldest(self) -> None:
         self._connection.begin_receives()
         super().finish_oldest()
@@ -181,7 +202,7 @@ class HostEndpoint(Endpoint):
         return self._stream.receive(_memory(buffer), tag)
 
     def _wait(self, work: Message) -> None:
-        work.wait(self._connection.timeout, self._connection.begin_receives)
+        work.wait(self._connection.timeout, self._connection.look_around)
 
 
 class DeviceEndpoint(Endpoint):

@@ -35,6 +35,10 @@ class PipelineTimeoutError(RuntimeError):
     """A peer did not send or come within the timeout."""
 
 
+class PipelineDeadlockError(RuntimeError):
+    """Ranks wait for one another."""
+
+
 class PeerFailedError(RuntimeError):
     """Another rank failed; ``failure`` tells which and why, with its traceback if there was one."""
 

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from torch.distributed import Store
 
+from lightning_pipeline.runtime import deadlock
 from lightning_pipeline.runtime.errors import (
     STOPPED,
     Failure,
@@ -70,6 +71,7 @@ class FailureNotice:
 
     Attributes:
         failure: the first failure of the run, once it is known here.
+        waits: what this rank waits for.
         describe: names a rank in messages.
         tear_down: closes this rank's connections.
         interrupt: ends work on the device that waits for a failed rank.
@@ -87,6 +89,7 @@ class FailureNotice:
         self.world_size = world_size
         self.timeout = timeout
         self.failure: Failure | None = None
+        self.waits = deadlock.Waits(rank, lambda number: self.describe(number))
         self.describe: Callable[[int], str] = "rank {}".format
         self.tear_down: Callable[[], None] = lambda: None
         self.interrupt: Callable[[], None] = lambda: None
@@ -380,11 +383,15 @@ class FailureNotice:
     # -- the clock's thread -------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Send this rank a message now and then, and find out whether the store's host has stopped."""
+        """Send this rank a message now and then, and find out whether the store's host has stopped, or a deadlock."""
         ticks = itertools.count()
+        sent = time.monotonic()
         try:
-            while not self._is_over.wait(self._period()):
-                self._ticks.send(self.rank, json.dumps({"tick": next(ticks)}))
+            while not self._is_over.wait(min(deadlock.LOOK_S, self._period())):
+                self.waits.look(self._ticks.store)
+                if time.monotonic() - sent >= self._period():
+                    sent = time.monotonic()
+                    self._ticks.send(self.rank, json.dumps({"tick": next(ticks)}))
         except StoreLostError as error:
             self._host = self._host or error
             self._inbox.store.shut_down()
@@ -415,20 +422,22 @@ class FailureNotice:
 
 
 @contextmanager
-def waiting_for(what: str, peer: int | None = None) -> Iterator[None]:
+def waiting_for(what: str, peer: int | None = None, *, is_for_all: bool = False) -> Iterator[None]:
     """Wraps a collective, so that its errors tell which rank did not come, and what was waited for.
 
     Args:
         peer: the rank that is waited for, if there is only one.
+        is_for_all: every rank of the run makes this call, in the same order with the others of this kind.
 
     Raises:
         PeerFailedError: another rank failed.
         PipelineTimeoutError: another rank did not come in time.
     """
+    notice = FailureNotice._shared
     try:
-        yield
+        with notice.waits.for_all(what) if is_for_all and notice is not None else contextlib.nullcontext():
+            yield
     except RuntimeError as error:
-        notice = FailureNotice._shared
         late = is_late(error)
         if notice is None or not (late or is_broken_connection(error)):
             raise

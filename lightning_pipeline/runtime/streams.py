@@ -117,6 +117,11 @@ class Stream:
     """A connection to one rank, with messages in both directions. Those with the same tag keep their order.
 
     Any thread may send, receive and wait; one of those that wait reads for all.
+
+    Attributes:
+        route: its name, the same on both ranks.
+        num_sent: messages, those included that have not left yet.
+        num_received: messages that have come.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -127,7 +132,9 @@ class Stream:
         place, peer = connection.getsockname(), connection.getpeername()
         self._large = LARGE if place[0] == peer[0] else _LARGE_AFAR
         self._error = ""
-        self._is_closed = False
+        self.is_closed = False
+        self.route = ""
+        self.num_sent = self.num_received = 0
         self._sending = threading.Lock()
         self._num_departing = 0
         self._sender = _Background("pipeline-sender")
@@ -150,8 +157,9 @@ class Stream:
         body = memoryview(data).cast("B")
         parts = [memoryview(_HEADER.pack(tag, len(body))), body]
         with self._sending:
-            if self._is_closed:
+            if self.is_closed:
                 raise RuntimeError(_CLOSED)
+            self.num_sent += 1
             if not self._num_departing:
                 parts = _after(parts, self._send_now(parts))
                 if not parts:
@@ -180,7 +188,7 @@ class Stream:
     def begin(self, message: Arriving) -> None:
         """Have a thread read until a message has come."""
         with self._changed:
-            if not message.has_come and not self._is_closed:
+            if not message.has_come and not self.is_closed:
                 self._reader.call(self._read_ahead_to, message)
 
     def read_up_to(self, message: Arriving, timeout: timedelta, on_pause: Callable[[], None] = _nothing) -> None:
@@ -221,7 +229,7 @@ class Stream:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         with self._sending, self._changed:
-            self._is_closed = True
+            self.is_closed = True
             self._sender.close()
             self._reader.close()
             self._early.clear()
@@ -271,6 +279,7 @@ class Stream:
                     self._early[tag].append(data)
                 else:
                     _deliver(message, data)
+                self.num_received += 1
         except BlockingIOError:
             self._error = _LATE
             raise RuntimeError(self._error) from None

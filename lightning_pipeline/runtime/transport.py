@@ -105,6 +105,7 @@ class Transport(Connection):
         self._incoming: dict[tuple[Channel, int], Endpoint] = {}
         self._control: dict[int, HostEndpoint] = {}
         self._reads: dict[int, HostEndpoint] = {}
+        self._by_rank: dict[tuple[int, int], Stream] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._on_device: dist.ProcessGroup | None = None
         self._wire_device = torch.device("cpu")
@@ -269,6 +270,8 @@ class Transport(Connection):
         self._disconnect()
 
     def _use(self, notice: FailureNotice) -> None:
+        if notice is not self.notice:
+            notice.waits.add(self._by_rank)
         self.notice = notice
         notice.describe = self.topology.describe
         notice.tear_down = self._disconnect
@@ -318,6 +321,8 @@ class Transport(Connection):
         store = BoundedStore(_torch.default_store(), rank=self.topology.rank, limit=self.timeout)
         by_rank = {(self.pipeline_ranks[peer], number) for peer, number in wanted}
         found = connect(store, self.topology.rank, by_rank, self.timeout, self._raise_failure)
+        self._by_rank = found
+        self.notice.waits.add(found)
         return {(places[rank], number): stream for (rank, number), stream in found.items()}
 
     def _raise_failure(self) -> None:

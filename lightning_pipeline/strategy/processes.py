@@ -317,7 +317,7 @@ class ProcessStrategy(ParallelStrategy):
         if not dist.is_initialized() or self.world_size == 1:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
-        with waiting_for("a decision of all ranks"):
+        with waiting_for("a decision of all ranks", is_for_all=True):
             dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes)
 
@@ -325,7 +325,8 @@ class ProcessStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         # A single process may have had others in an earlier run, whose group is still there.
         if dist.is_initialized() and not (self.peers.has_failed or self.is_single_process):
-            with waiting_for(f"all ranks at the barrier {name!r}" if name else "all ranks at a barrier"):
+            what = f"all ranks at the barrier {name!r}" if name else "all ranks at a barrier"
+            with waiting_for(what, is_for_all=True):
                 dist.barrier()
 
     @override
@@ -333,6 +334,6 @@ class ProcessStrategy(ParallelStrategy):
         if not dist.is_initialized() or self.world_size == 1 or self.peers.has_failed:
             return obj
         objects = [obj]
-        with waiting_for(f"what rank {src} tells all ranks"):
+        with waiting_for(f"what rank {src} tells all ranks", is_for_all=True):
             dist.broadcast_object_list(objects, src)
         return objects[0]
