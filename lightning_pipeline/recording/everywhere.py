@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_pipeline import _torch
@@ -16,6 +17,14 @@ from lightning_pipeline.recording.operation import tensors_in
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
+
+
+_EMPTY = frozenset(
+    (
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(Tensor.new_empty, Tensor.new_empty_strided),
+    )
+)
 
 
 def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -55,6 +64,9 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
     elif _is_count(recording, func, args, kwargs):
         recording.counted.append(args[0])
     found = func(*args, **kwargs)
+    if func in _EMPTY and "out" not in kwargs and found.layout is torch.strided:
+        with torch.no_grad(), _torch.DisableTorchFunction():
+            found.zero_()  # else it has other numbers on each rank, which compare what events capture
     if recording.provenance is not None:
         recording.provenance.note_call(func, args, kwargs, found, draw)
     made = found if isinstance(found, (tuple, list)) else (found,)
