@@ -272,6 +272,12 @@ class BatchWork(Protocol):
 
     needs_losses: bool
 
+    def turn(self, index: int) -> AbstractContextManager[None]:
+        """Entered around a part of a micro-batch's own Python."""
+
+    def end(self, index: int) -> None:
+        """Called when a micro-batch's step has ended."""
+
     def before_part(self) -> None:
         """Called before micro-batches continue."""
 
@@ -354,8 +360,10 @@ class Parts:
         """A micro-batch's next synchronization point. Runs its Python up to there, after that of earlier ones."""
         while len(self._meetings) <= state.index:
             one = self._states[len(self._meetings)]
-            with self._resumed(one):
+            with self._resumed(one), self._work.turn(one.index):
                 meeting = self._go_on(self._steps[one.index])
+            if meeting.what == STEP_ENDS:
+                self._work.end(one.index)
             first = self._meetings[0] if self._meetings else meeting
             if meeting.calls != first.calls:
                 raise RuntimeError(_differing(first, meeting, one.index))

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.own_attributes import OwnAttributes
 from lightning_pipeline.engine.suspended import Suspended, running_step
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.overrides import overridden
@@ -42,6 +44,8 @@ class ManualStep:
         self._runner = session.runner
         self._gradients = session.stages.gradients
         self._args = args
+        self._attributes = OwnAttributes(shared=Metric)
+        self.turn, self.end = self._attributes.turn, self._attributes.end
         self._in_part = ExitStack()  # of what is entered while micro-batches run
         # Each micro-batch's step has a thread of its own, by which `self.log` finds the micro-batch.
         self._states: dict[Suspended | None, Microbatch] = {}
@@ -62,7 +66,7 @@ class ManualStep:
             batch=self,
         )
         with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
-            with overridden() as override, self._in_part:
+            with overridden() as override, self._in_part, self._attributes.noted():
                 override(module, "log", self._log)
                 self._gradients.gather()
                 states, numbers = self._runner.run(work, microbatches)

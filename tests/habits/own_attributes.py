@@ -1,0 +1,125 @@
+"""What a hand-optimized step keeps on modules while its micro-batches wait for one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.table import error, habit
+
+
+class ByHand(Layers):
+    on_last_stage = ("judge",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Linear(2 * WIDTH, 1)
+        self.seen: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        generator = torch.optim.SGD([*self.layers.parameters(), *self.head.parameters()], 0.1)
+        return [generator, torch.optim.SGD(self.judge.parameters(), 0.1)]
+
+    def update(self, number: int, loss: Tensor) -> None:
+        optimizer = self.optimizers()[number]
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def judged(self, real: Tensor, fake: Tensor, is_real: bool) -> Tensor:
+        score = self.judge(torch.cat([real, fake], 1))
+        return F.binary_cross_entropy_with_logits(score, torch.full_like(score, float(is_real)))
+
+
+@habit(plain=False)
+class PairKeptOnSelf(ByHand):
+    """As pix2pix: what the first update has made, on `self`, is used by the second one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.real, _ = batch
+        self.fake = self.features(self.real)
+        self.loss_of_generator = self.judged(self.real, self.fake, True)
+        self.update(0, self.loss_of_generator)
+        self.loss_of_judge = self.judged(self.real, self.fake.detach(), False)
+        self.update(1, self.loss_of_judge)
+        self.log_dict({"generator": self.loss_of_generator, "judge": self.loss_of_judge})
+
+
+class Caching(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = super().forward(x)
+        return self.cache * (2.0 if self.training else 1.0)
+
+
+@habit(plain=False)
+class CachedByALayer(ByHand):
+    """And the layer is in evaluation for the first update."""
+
+    layer = Caching
+
+    @contextlib.contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        was = module.training
+        module.eval()
+        try:
+            yield
+        finally:
+            module.train(was)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with self.evaluating(self.layers[0]):
+            h = self.features(batch[0])
+            self.update(0, F.cross_entropy(self.head(h), batch[1]))
+        self.update(1, self.judged(h.detach(), self.layers[0].cache.detach(), False))
+
+
+@habit(plain=False, observed=["count", "samples"])
+class CountsInEachPart(ByHand):
+    count = 0
+    samples = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        self.samples += len(batch[0])
+        h = self.features(batch[0])
+        self.update(0, F.cross_entropy(self.head(h), batch[1]) * (1 + self.count % 3))
+        self.count += 1
+        self.update(1, self.judged(h.detach(), batch[0], False))
+
+
+@habit(expect=error(r"'factor' of a FactorPutBack .*num_microbatches=1"), plain=False)
+class FactorPutBack(ByHand):
+    factor = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with mock.patch.object(self, "factor", self.factor * 2):
+            self.update(0, F.cross_entropy(self(batch[0]), batch[1]) * self.factor)
+
+
+@habit(expect=error(r"'worst' of a HighestLossInBothParts .*it cannot be told"), plain=False)
+class HighestLossInBothParts(ByHand):
+    worst = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        h = self.features(batch[0])
+        loss = F.cross_entropy(self.head(h), batch[1])
+        self.worst = loss.item()
+        self.update(0, loss)
+        self.worst += self.judged(h.detach(), batch[0], False).item()
+        self.update(1, self.judged(h.detach(), batch[0], False))
+
+
+@habit(expect=error(r"removes a hook .*h\.remove.*register_forward_hook"), plain=False)
+class HookAroundUpdate(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        h = self.layers[0].register_forward_hook(lambda module, given, found: found * 0.5)
+        self.update(0, F.cross_entropy(self(batch[0]), batch[1]))
+        h.remove()
