@@ -5,17 +5,52 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pipeline.engine.draws import CountedDraws
+from lightning_pipeline.engine.draws import CountedDraws, Draws
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, Suspended
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
+from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.schedules import Kind
+
+
+class _ByHand(CountedDraws):
+    """Refuses that a micro-batch of a hand-optimized step changes parameters' gradients, as each of them would."""
+
+    def __init__(self, draws: Draws, microbatch: int) -> None:
+        super().__init__(draws, microbatch)
+        self._gradients: Any = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function_name(func)
+        if name == "grad.__set__" and isinstance(args[0], nn.Parameter) and args[1] is not None:
+            _refuse_written_gradient()
+        is_write = kind_of(func) is FunctionKind.WRITES and name not in _SAME_AGAIN
+        if is_write and isinstance(args[0], Tensor) and args[0] in self._gradients:
+            _refuse_written_gradient()
+        found = super().__torch_function__(func, types, args, kwargs)
+        if name == "grad.__get__" and found is not None and isinstance(args[0], nn.Parameter):
+            self._gradients[found] = None
+        return found
+
+
+def _refuse_written_gradient() -> NoReturn:
+    raise NotImplementedError(
+        f"the gradient of a parameter is changed within a step ({users_line()}), which each of its micro-batches would "
+        f"do again: change it in on_after_backward or on_before_optimizer_step"
+    )
+
+
+_SAME_AGAIN = frozenset(("zero_", "fill_", "copy_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
+"""Functions that change nothing when they are called again."""
 
 
 class OneRankStep:
@@ -59,7 +94,8 @@ class OneRankStep:
 
     def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         """A hand-optimized step of a micro-batch, and what to enter around each of its parts."""
-        counted = CountedDraws(self._shared.draws, state.seed)
+        made = _ByHand if len(self._states) > 1 else CountedDraws
+        counted = made(self._shared.draws, state.seed)
         batch = _batch_of(state)
 
         def run() -> None:

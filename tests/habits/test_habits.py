@@ -37,7 +37,7 @@ BY_DEFAULT = {
         TargetCopiedAtStart PartsKept OddSamples SlicesOfLatents AdaptersFromSecondEpoch LayersInserted
         PrunedByLightning EpisodesExchanged ObserversByChannel OddPartsRead LargeOddTargets
         SharpnessAwareByHand KeepsReplacedLayers MinesInInferenceMode KeepsThatItIsFirst ShowsNormInBar
-        AttributesOfFeatures AsksAgainOnFirstRank
+        AttributesOfFeatures AsksAgainOnFirstRank PairKeptOnSelf
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",

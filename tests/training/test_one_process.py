@@ -401,3 +401,37 @@ def threads_in_a_run() -> tuple[list[str], list[str]]:
 def test_threads_of_steps_end_with_the_run() -> None:
     [(during, after)] = launch(threads_in_a_run, world=1)
     assert during and not after
+
+
+class HalvesGradients(InParts):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss)
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
+class ReplacesGradients(InParts):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss)
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+
+def changed_gradients(num_microbatches: int) -> list[str]:
+    messages = []
+    for module in (HalvesGradients, ReplacesGradients):
+        strategy = PipelineStrategy(num_stages=1, num_microbatches=num_microbatches)
+        try:
+            L.Trainer(strategy=strategy, devices=1, max_epochs=1, **QUIET).fit(module())
+            messages.append("")
+        except NotImplementedError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_gradients_that_each_micro_batch_would_change_again_are_refused() -> None:
+    halved, replaced = launch(changed_gradients, 2, world=1)[0]
+    assert "parameter.grad.mul_(0.5)" in halved and "on_after_backward" in halved
+    assert "parameter.grad = " in replaced
+    assert launch(changed_gradients, 1, world=1)[0] == ["", ""]
