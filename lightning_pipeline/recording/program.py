@@ -197,7 +197,7 @@ class Program:
                         self.homes[value] = self.carried[value] = before.homes[value] % num_stages
                         self.specs[value] = before.specs[value]
                     if value in self.carried and self.specs[value].requires_grad:
-                        self.carries_gradients |= event.gives_gradients()
+                        self.carries_gradients |= event.gives_gradients() or event.function is torch.autograd.grad
             for spec, value in (*zip(event.result.tensors, event.outputs, strict=True), *(w[1:] for w in event.writes)):
                 if value is not None:
                     assert isinstance(spec, TensorSpec)

@@ -123,3 +123,21 @@ class HookAroundUpdate(ByHand):
         h = self.layers[0].register_forward_hook(lambda module, given, found: found * 0.5)
         self.update(0, F.cross_entropy(self(batch[0]), batch[1]))
         h.remove()
+
+
+@habit(plain=False)
+class GradientAfterBackward(ByHand):
+    """As GradNorm: gradients of what was computed before a backward are taken after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        h = self.features(x)
+        judged = self.judged(h.detach(), x, True)
+        loss = F.cross_entropy(self.head(h), y)
+        optimizer = self.optimizers()[0]
+        optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        (of_judge,) = torch.autograd.grad(judged, self.judge.weight)
+        (of_head,) = torch.autograd.grad(loss, self.head.weight)
+        optimizer.step()
+        self.log_dict({"judge": of_judge.norm(), "head": of_head.norm()})
