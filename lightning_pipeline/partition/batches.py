@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.microbatch import WAY_OUT, batch_size, split_batch
+from lightning_pipeline.partition.microbatch import WAY_OUT, batch_size, kind_of, split_batch
 from lightning_pipeline.partition.users_code import users_line
 
 
@@ -111,11 +111,13 @@ def _trains_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, _torch.BatchNorm) and part.training for part in module.modules())
 
 
-def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:
+def refuse_list_of_samples(batch: Any, loaders_size: int | None, accepted: set[Any]) -> None:
     """Raise for a batch that is a list of samples, which would be split within each of them.
 
     Args:
         loaders_size: the batch size that the loader was given; None if that is not known.
+        accepted: the kinds of full batches so far. A last batch has fewer rows than the loader's batch size, and may
+            have as many fields as that.
 
     Raises:
         ValueError: the list has as many items, all alike, and their tensors have another length, or are nested.
@@ -125,6 +127,9 @@ def refuse_list_of_samples(batch: Any, loaders_size: int | None) -> None:
     size, layouts = batch_size(batch), [tree.flatten(item)[1] for item in batch]
     is_nested = not isinstance(batch[0], Tensor) and loaders_size > 2
     if any(type(one) is not type(layouts[0]) for one in layouts) or (size == loaders_size and not is_nested):
+        accepted.add((loaders_size, kind_of(batch)))
+        return
+    if size is not None and size < loaders_size and (loaders_size, kind_of(batch)) in accepted:
         return
     raise ValueError(
         f"the batch is a list of {loaders_size} items, the loader's batch size, so each of them seems to be a sample, "

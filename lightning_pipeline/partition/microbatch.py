@@ -260,6 +260,12 @@ def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
     return tensors, layout, (_structure(layout), shapes, overlaps(tensors))
 
 
+def kind_of(batch: Any) -> Any:
+    """A key that batches of one loader share, whatever their number of samples."""
+    tensors, layout = tree.flatten(batch)
+    return _structure(layout), tuple([(tuple(t.shape[1:]), t.dtype) for t in tensors])
+
+
 Overlaps = tuple[tuple[tuple[int, int], ...], ...]
 """Groups of tensors that overlap in memory: the number of each, and where it begins, in elements from the first one."""
 

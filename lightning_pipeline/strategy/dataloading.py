@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_pipeline.hooks import loader_changes
 from lightning_pipeline.hooks.first_rank import Asked, Lending
@@ -273,18 +273,13 @@ def has_length(loader: Any) -> bool:
     return sized_len(loader) is not None
 
 
-_LOADERS = {"training_step": "train_dataloader"} | {
-    f"{kind}_step": f"{short}_dataloaders"
-    for kind, short in (("validation", "val"), ("test", "test"), ("predict", "predict"))
-}
+def stacks_samples(loader: Any) -> bool:
+    """Whether a loader makes batches by torch's own function, whose lists have an item for each field."""
+    return getattr(loader, "collate_fn", None) is default_collate
 
 
-def loaders_batch_size(trainer: Any, step: str, arguments: Sequence[Any]) -> int | None:
-    """The batch size of the DataLoader that a step's batch is of; None if that is not known."""
-    loader = getattr(trainer, _LOADERS[step], None)
-    if isinstance(loader, (list, tuple)):
-        number = arguments[2] if len(arguments) > 2 else 0
-        loader = loader[number] if isinstance(number, int) and number < len(loader) else None
+def loaders_batch_size(loader: Any) -> int | None:
+    """The batch size of a DataLoader; None if that is not known."""
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
 

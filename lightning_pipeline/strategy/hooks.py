@@ -86,12 +86,16 @@ _PASSING_ON = (f"{NAMES.pytorch}.", "lightning_pipeline.")
 """Packages whose callbacks do not look at batches, prediction writers excepted."""
 
 
+def replaces_batches(module: LightningModule, trainer: Trainer) -> bool:
+    """Whether any of the user's hooks may put another batch in the place of the loader's."""
+    data: Any = getattr(trainer, "datamodule", None)
+    holders = [module] if data is None else [module, data]
+    return any(is_overridden(hook, holder) for holder in holders for hook in _TRANSFERS)
+
+
 def has_batch_hooks(module: LightningModule, trainer: Trainer) -> bool:
     """Whether any of the user's hooks gets batches, so that every rank needs their data."""
-    data: Any = getattr(trainer, "datamodule", None)
-    if any(is_overridden(hook, module) for hook in (*_TRANSFERS, *_WITH_BATCHES)):
-        return True
-    if data is not None and any(is_overridden(hook, data) for hook in _TRANSFERS):
+    if replaces_batches(module, trainer) or any(is_overridden(hook, module) for hook in _WITH_BATCHES):
         return True
     return any(
         isinstance(callback, BasePredictionWriter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -212,6 +212,18 @@ def leave_modules_unnamed(trainer: Trainer) -> None:
 def total_batches(trainer: Trainer) -> int:
     """Training batches so far, across epochs and resumptions. The public `global_step` counts optimizer steps."""
     return trainer.fit_loop.epoch_loop.total_batch_idx
+
+
+def loader_of(trainer: Trainer, arguments: Sequence[Any]) -> Any:
+    """The loader that the batch of a step with these arguments is of; None for batches of several loaders at once.
+
+    `trainer.val_dataloaders` has those of the fit before, where others are validated on.
+    """
+    loaders = trainer._active_loop._combined_loader  # type: ignore[union-attr]
+    if loaders is None or (loaders._mode != "sequential" and len(loaders.flattened) > 1):
+        return None
+    number = arguments[2] if len(arguments) > 2 else 0
+    return loaders.flattened[number] if isinstance(number, int) and number < len(loaders.flattened) else None
 
 
 def sample_indices(loader: Any) -> list[list[int]] | None:

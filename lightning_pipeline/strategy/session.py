@@ -33,12 +33,12 @@ from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from . import validation
 from .advisor import Advice, Advisor, observed
-from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, loaders_batch_size
+from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, loaders_batch_size, stacks_samples
 from .graph_logging import log_graphs
-from .hooks import has_batch_hooks, is_plain_optimizer
+from .hooks import has_batch_hooks, is_plain_optimizer, replaces_batches
 from .installed import installed
 from .left_states import used_in_parts
-from .lightning_private import SKIPPED
+from .lightning_private import SKIPPED, loader_of
 from .local_module import take_initial_values
 from .local_stages import LocalStages
 from .manual_step import ManualStep
@@ -109,6 +109,7 @@ class Session:
         self.device = strategy.root_device
         self.tensor_group, self.context_group = strategy.tensor_group, strategy.context_group
         self.is_single_process = strategy.world_size == 1
+        self._full_batches: set[Any] = set()  # their kinds, where they are lists
         self._shares_batches = False  # every rank gets the batches, not only the first stage
         self._installed = ExitStack()
         self._whole_batch: WholeBatch | None = None  # the last training step, if Lightning runs it itself
@@ -195,7 +196,10 @@ class Session:
     def _cut_before_step(self, name: str, arguments: tuple[Any, ...]) -> None:
         """Find the cut of a module without a stage_config, before its first step. All ranks must call it."""
         if type(arguments[0]) is list and self._splits:
-            refuse_list_of_samples(arguments[0], loaders_batch_size(self.module.trainer, name, arguments))
+            trainer = self.module.trainer
+            loader = loader_of(trainer, arguments)
+            if not stacks_samples(loader) or replaces_batches(self.module, trainer):
+                refuse_list_of_samples(arguments[0], loaders_batch_size(loader), self._full_batches)
         is_whole = self.partitioner.is_whole
         with self.optimizers.refused_in(name):
             cut = self.partitioner.before_step(name, arguments, self.transport)

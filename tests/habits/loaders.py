@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 def samples(number: int, seed: int) -> TensorDataset:
@@ -203,3 +203,52 @@ class LoadersInAList(UnlabelledBatchesAreLarger):
         labelled, unlabelled = batch
         first = labelled if labelled is not None else unlabelled
         return super().training_step({"labelled": first, "unlabelled": unlabelled or labelled}, batch_idx)
+
+
+@habit(plain=False, calls=["fit", "predict"])
+class LastBatchIsSmallerThanItsNumberOfFields(OwnLoader):
+    """Batches of two samples, [x, y], of which the last has one: as many items as the loader's batch size, and fewer
+    rows. The validation's are three fields of three samples.
+    """
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(5, 1), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(*samples(5, 2).tensors, torch.linspace(0.5, 1.5, 5)), batch_size=3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, weights = batch
+        self.log("val_loss", (F.cross_entropy(self(x), y, reduction="none") * weights).mean())
+
+    def predict_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@habit(plain=False)
+class CollatesListsOfFields(OwnLoader):
+    """collate_fn and a hook on batches are the module's own, and the last batch has one sample."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(5, 1), batch_size=2, collate_fn=self.collated)
+
+    @staticmethod
+    def collated(rows: list[Any]) -> list[Tensor]:
+        return [torch.stack(field) for field in zip(*rows, strict=True)]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 2, batch[1]]
+
+
+@habit(plain=False, calls=["fit", "validate"], expect=error(r"a list of 4 items.*stack the samples in collate_fn"))
+class ValidatesOnSamplesInAListAfterTheFit(OwnLoader):
+    """The fit validates on stacked samples, `trainer.validate` on a list of them."""
+
+    def val_dataloader(self) -> Any:
+        stacks = self.trainer.state.fn == "fit"
+        return DataLoader(samples(8, 2), batch_size=4, collate_fn=default_collate if stacks else list)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.state.fn != "fit":
+            batch = default_collate(batch)
+        super().validation_step(batch, batch_idx)

@@ -202,7 +202,17 @@ def test_what_a_module_makes_of_a_batch_has_to_be_a_list(returned: Any, what: st
 )
 def test_a_list_of_samples_is_refused(batch: Any, size: int | None, is_refused: bool) -> None:
     with pytest.raises(ValueError, match="collate_fn") if is_refused else nullcontext():
-        refuse_list_of_samples(batch, size)
+        refuse_list_of_samples(batch, size, set())
+
+
+def test_a_last_batch_with_as_many_fields_as_the_batch_size_is_known_by_the_full_ones() -> None:
+    accepted: set[Any] = set()
+    refuse_list_of_samples([torch.zeros(3, 7), torch.zeros(3), torch.ones(3)], 3, accepted)
+    for _ in range(2):
+        refuse_list_of_samples([torch.zeros(2, 7), torch.zeros(2), torch.ones(2)], 3, accepted)
+    for other in ([torch.zeros(2, 5)] * 3, [torch.zeros(2, 7, 7)] * 3, [torch.zeros(5, 7), *[torch.zeros(5)] * 2]):
+        with pytest.raises(ValueError, match="collate_fn"):
+            refuse_list_of_samples(other, 3, accepted)
 
 
 def of_objects(*sizes: int) -> Any:
