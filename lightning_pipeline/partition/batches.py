@@ -48,8 +48,8 @@ def microbatches_of(batch: Any, num_microbatches: int, module: nn.Module) -> lis
     """Split a batch by the module's ``split_batch`` if it has one, else by the function of this name.
 
     A batch norm in training has no statistics of a single sample. If the module has one, a batch is split into fewer
-    micro-batches rather than into some with a single sample. A batch of several training loaders, of which each has
-    another number of samples, is split loader by loader.
+    micro-batches rather than into some with a single sample. A batch of several loaders, of which each has another
+    number of samples, is split loader by loader.
 
     Raises:
         ValueError: the module's ``split_batch`` did not return a list of micro-batches; or as `split_batch`.
@@ -80,14 +80,10 @@ def _by_loaders(batch: Any, num_microbatches: int, module: nn.Module) -> list[An
     """Split a batch of several loaders that differ in their number of samples, as of labelled and unlabelled ones, each
     into equally many parts; [] for other batches.
     """
-    loaders = _training_loaders(module)
-    if isinstance(loaders, dict):
-        matches = isinstance(batch, dict) and batch.keys() == loaders.keys()
-    else:
-        matches = isinstance(loaders, (list, tuple)) and type(batch) in (list, tuple) and len(batch) == len(loaders)
-    if not matches:
+    loaders = _loaders_at_once(module)
+    entries = _entries(batch, loaders) if isinstance(loaders, (dict, list, tuple)) else None
+    if entries is None:
         return []
-    entries = list(batch.values() if isinstance(batch, dict) else batch)
     sizes = {batch_size(entry) or 0 for entry in entries if entry is not None}  # one that has run out gives None
     if len(sizes) < 2 or 0 in sizes:
         return []
@@ -95,16 +91,46 @@ def _by_loaders(batch: Any, num_microbatches: int, module: nn.Module) -> list[An
     if _trains_batch_norm(module):
         count = max(1, min(count, min(sizes) // 2))
     parts = [[entry] * count if entry is None else split_batch(entry, count) for entry in entries]
-    each = zip(*parts, strict=True)
-    return [dict(zip(batch, part, strict=True)) if isinstance(batch, dict) else type(batch)(part) for part in each]
+    return [_with_entries(batch, loaders, iter(each)) for each in zip(*parts, strict=True)]
 
 
-def _training_loaders(module: nn.Module) -> Any:
-    """What `train_dataloader` gave the Trainer whose training runs; None without one."""
+def _loaders_at_once(module: nn.Module) -> Any:
+    """The loaders, nested, that the Trainer's running loop takes each batch from; None where one follows another."""
     with suppress(RuntimeError, AttributeError):  # of a LightningModule without a Trainer, and of another module
         trainer: Any = module.trainer
-        return trainer.train_dataloader if trainer.training else None
+        combined = trainer._active_loop._combined_loader  # what is public does not tell whether one follows another
+        return None if combined._mode == "sequential" else combined.iterables
     return None
+
+
+def _entries(batch: Any, loaders: Any) -> list[Any] | None:
+    """What each of some nested loaders has given to a batch; None if the batch is not nested like them."""
+    if isinstance(loaders, dict):
+        if not isinstance(batch, dict) or batch.keys() != loaders.keys():
+            return None
+        pairs = [(batch[key], inner) for key, inner in loaders.items()]
+    elif isinstance(loaders, (list, tuple)):
+        if not isinstance(batch, (list, tuple)) or len(batch) != len(loaders):
+            return None
+        pairs = list(zip(batch, loaders, strict=True))
+    else:
+        return [batch]
+    found: list[Any] = []
+    for entry, inner in pairs:
+        if (more := _entries(entry, inner)) is None:
+            return None
+        found += more
+    return found
+
+
+def _with_entries(batch: Any, loaders: Any, entries: Iterator[Any]) -> Any:
+    """The batch with other entries, in the order of `_entries`."""
+    if isinstance(loaders, dict):
+        return {key: _with_entries(batch[key], inner, entries) for key, inner in loaders.items()}
+    if isinstance(loaders, (list, tuple)):
+        made = [_with_entries(entry, inner, entries) for entry, inner in zip(batch, loaders, strict=True)]
+        return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
+    return next(entries)
 
 
 def _trains_batch_norm(module: nn.Module) -> bool:

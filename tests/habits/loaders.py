@@ -252,3 +252,37 @@ class ValidatesOnSamplesInAListAfterTheFit(OwnLoader):
         if self.trainer.state.fn != "fit":
             batch = default_collate(batch)
         super().validation_step(batch, batch_idx)
+
+
+@habit(plain=False, calls=["fit", "validate"])
+class EvaluatesOnUnequalLoadersAtOnce(OwnLoader):
+    """A CombinedLoader for validation, whose loaders give unequally many samples; the shorter one runs out."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(16, 1), batch_size=8)
+
+    def val_dataloader(self) -> Any:
+        return CombinedLoader([DataLoader(samples(22, 2), 8), DataLoader(samples(7, 3), 4)], "max_size")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for number, part in enumerate(batch):
+            if part is not None:
+                loss = F.cross_entropy(self(part[0]), part[1])
+                self.log(f"val_loss/{number}", loss, batch_size=len(part[0]))
+
+
+@habit(plain=False)
+class UnequalLoadersAreNested(OwnLoader):
+    """Loaders in a list in a dictionary, of unequally many samples."""
+
+    def train_dataloader(self) -> Any:
+        others = [DataLoader(samples(24, 2), batch_size=8), DataLoader(samples(12, 3), batch_size=4)]
+        return {"a": DataLoader(samples(24, 1), batch_size=8), "b": others}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch["a"]
+        loss = F.cross_entropy(self(x), y)
+        for number, (x, y) in enumerate(batch["b"]):
+            loss = loss + 0.1 * (number + 1) * F.cross_entropy(self(x), y)
+        self.log("loss", loss, on_epoch=True, batch_size=8)
+        return loss
