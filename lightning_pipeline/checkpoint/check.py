@@ -208,6 +208,8 @@ def check_optimizers(
     """
     name = "the checkpoint" if path is None else str(path)
     states = checkpoint["optimizer_states"]
+    if states == []:  # on_load_checkpoint has emptied it, for optimizers that begin anew, as in Lightning
+        return
     way_out = "resume with the configure_optimizers that wrote it, or load the weights only"
     if isinstance(states, list) and len(states) != len(layouts):
         raise CheckpointError(

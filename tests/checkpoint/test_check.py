@@ -151,6 +151,7 @@ def test_what_fits_passes(stage: int) -> None:
     assert not problem(other(lambda c: c.update(optimizer_states=[{"state": {}, **c["optimizer_states"][0]}])), stage)
     factored = saved_by(make(), torch.optim.Adafactor)
     assert not problem(factored, stage, kind=torch.optim.Adafactor)
+    assert not problem(other(lambda c: c.update(optimizer_states=[], lr_schedulers=[])), stage)  # by on_load_checkpoint
     state = saved_by(make())["state_dict"]
     del state["second.1.num_batches_tracked"]  # as torch did before BatchNorm had it
     state._metadata["second.1"]["version"] = 1
