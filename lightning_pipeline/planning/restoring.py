@@ -139,7 +139,10 @@ class _Snapshot:
         """Those of modules that are kept in lists or objects, such as a teacher, are added below."""
         own = set(map(id, self.parameters))
         self._seen: dict[int, Any] = {}  # by id; it keeps the objects alive, or others might get the same id
-        self._todo = [(f"{name}." if name else "", module) for name, module in root.named_modules()]
+        # As the user's code in the module writes them, however they are reached: Lightning puts its bound methods into
+        # callbacks, which are visited before it.
+        self._names = {id(module): f"self.{name}" if name else "self" for name, module in root.named_modules()}
+        self._todo: list[tuple[str, Any]] = [(self._names[id(module)], module) for module in root.modules()]
         self._todo += [("", other) for other in others]
         while self._todo and len(self._seen) < _MAX_OBJECTS:
             self._visit(*self._todo.pop())
@@ -183,7 +186,7 @@ class _Snapshot:
             if not isinstance(value, nn.Parameter) and not value.is_inference() and not value.is_meta:
                 self.keep(value)
         elif isinstance(value, nn.Module):
-            self._visit_attributes(name, vars(value))
+            self._visit_attributes(f"{self._names.get(id(value), name)}.", vars(value))
             self._visit_class(kind)
         elif isinstance(value, (list, dict, set, deque)):
             self._visit_collection(name, value)
@@ -194,7 +197,7 @@ class _Snapshot:
         elif isinstance(value, functools._lru_cache_wrapper):
             self._visit_cache(name, value)
         elif isinstance(value, types.MethodType):
-            self._todo += [(name, value.__self__), (name, value.__func__)]
+            self._todo += [(f"{name}.__self__", value.__self__), (name, value.__func__)]
         elif isinstance(value, partial):
             self._todo += [(name, value.func), (name, value.args), (name, value.keywords)]
         elif isinstance(value, types.GeneratorType):

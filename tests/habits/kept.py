@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import error, habit
@@ -257,3 +258,20 @@ class LossBeforeInGraph(Layers):
         found = loss if self.last is None else loss + self.weight * self.last
         self.last = loss
         return found
+
+
+@habit(plain=False, observed=["sums"], automatic=error(r"\bself\.more gives its values once.*in a stage_config"))
+class SecondLoaderTakenInStep(Layers):
+    """The step takes batches of a loader of its own, of which the module keeps the iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.more = iter(DataLoader(torch.arange(2.0 * 64 * WIDTH).view(-1, WIDTH) / 1000, batch_size=2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = next(self.more)
+        self.sums.append(x.sum().item())
+        return super().training_step(batch, batch_idx) + 0.1 * self(x).square().mean()
