@@ -438,8 +438,11 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 def transform_error(what: str) -> NotImplementedError:
     """The error where ``torch.func`` transforms a function of `what`, which a stage computes or holds."""
-    in_step = "write it for the whole batch, or take torch.autograd.grad"
-    way_out = in_step if users_code.step_runs() else "compute it in training_step, or write it without them"
+    way_out = (
+        "write it for the whole batch, or take torch.autograd.grad"
+        if users_code.step_runs()
+        else "write it for all rows at once, or in a loop, and take gradients in training_step, by torch.autograd.grad"
+    )
     return NotImplementedError(
         f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage has, {what} "
         f"({users_line()}): {way_out}"

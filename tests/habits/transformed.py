@@ -120,6 +120,20 @@ class VmapOverSamples(Layers):
         return x
 
 
+@habit(plain=False, observed=["norms"], expect=error(r"(?s)transformed\.py:\d+.*all rows at once, or in a loop"))
+class VmapInHook(Layers):
+    """A function of one row is mapped over a weight at the end of an epoch, which a loop would do as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        weight = self.head.weight
+        self.norms.append(torch.stack([row.norm() for row in weight]).sum().item())
+        self.norms.append(vmap(lambda row: row.norm())(weight).sum().item())
+
+
 @habit(expect=error(r"(?s)transformed\.py:\d+.*whole batch"), automatic=error(r"torch\.func"), without={"weight": 0.0})
 class PerSampleGradients(Layers):
     """torch.func's gradients for each sample, by the head's weights."""
