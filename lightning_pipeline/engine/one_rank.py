@@ -84,7 +84,7 @@ class OneRankStep:
             if work.loss_of is not None:
                 if state.loss is not None:
                     loss, state.loss = state.loss, state.loss.detach()
-                    draws.seed(state.seed, counted.number)  # hooks in backward may draw random numbers
+                    draws.seed(state.seed, counted.num_draws)  # hooks in backward may draw random numbers
                     work.run_backward(work.loss_of(state, loss))
                     del loss
                 self._note_backward(state)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipeline import _torch
+from lightning_pipeline.engine.draws import GeneratorInSteps
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
@@ -59,6 +60,7 @@ def installed(session: Session) -> ExitStack:
             skip_graphs(module, override, are_logged=session.has_logged_graphs)
         elif session.optimizers.are_shared_out:
             refuse_states_in_hooks(module, session.optimizers.refused_in, override)
+        override(torch.random, "default_generator", GeneratorInSteps())
         if not session.is_single_process:
             _let_many_agree(session, override)
             stack.enter_context(shared_statistics(module, session.replicas))

@@ -43,7 +43,7 @@ class WholeBatch:
     def running_backward(self) -> Iterator[None]:
         """Around its backward, in which hooks may draw random numbers."""
         with self._observed(is_forward=False), self._draws.kept():
-            self._draws.seed(self._seed, self._counted.number)
+            self._draws.seed(self._seed, self._counted.num_draws)
             yield
 
     @contextmanager

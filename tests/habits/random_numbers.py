@@ -506,3 +506,43 @@ class DrawnOnceInCachedMethods(Noting):
         for n, layer in enumerate(self.layers, 1):
             x = layer(x) + self.power(n) * 0.1 + self.noise(n) * 0.1 + torch.rand(WIDTH) * 0.01
         return x
+
+
+@habit(plain=False, observed=["same"])
+class StatesOfTheGeneratorSet(Layers):
+    """The same numbers again: by a state of the step, by one of an earlier step, by a seed, and after a fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same: list[bool] = []
+        self.first: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        state = torch.get_rng_state()
+        drawn = torch.rand(3)
+        torch.set_rng_state(state)
+        self.same.append(bool((drawn == torch.rand(3)).all()))
+        if self.first is None:
+            self.first = torch.get_rng_state(), torch.rand(3), torch.rand(2)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.first[0])
+            self.same.append(bool((torch.rand(3) == self.first[1]).all() and (torch.rand(2) == self.first[2]).all()))
+            torch.manual_seed(5)
+            noise = torch.randn(WIDTH)
+        h = self.features(x)
+        state = torch.get_rng_state()
+        h = F.dropout(h, 0.5)
+        torch.set_rng_state(state)
+        mask = F.dropout(torch.ones_like(h), 0.5)
+        self.same.append(bool(((h == 0) | (mask != 0)).all()))
+        torch.manual_seed(5)
+        self.same.append(bool((noise == torch.randn(WIDTH)).all()))
+        return F.cross_entropy(self.head(h + 0.1 * noise), y)
+
+    def on_train_epoch_end(self) -> None:
+        state = torch.get_rng_state()
+        drawn = torch.rand(3)
+        torch.set_rng_state(state)
+        self.same.append(bool((drawn == torch.rand(3)).all()))
+        assert all(self.same)
