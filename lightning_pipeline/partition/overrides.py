@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,40 +30,46 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [getattr(module, kind) for kind in HOOKS]
 
 
-class InPlaceOf:
-    """A function that temporarily replaces an attribute of an object; a pickle of the object has the original."""
+class InPlaceOf(partial[Any]):
+    """A function that temporarily replaces an attribute of an object; a pickle of the object has the original.
 
-    def __init__(self, original: Any, function: Callable[..., Any]) -> None:
-        self.original, self._function = original, function
+    It has the signature, the name, the code and the other attributes of the original, as users look at them: containers
+    give their layers those arguments that their forwards take. It is a `partial`, as a class with ``__call__`` takes
+    longer.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    def __new__(cls, original: Any, function: Callable[..., Any]) -> InPlaceOf:
+        made = super().__new__(cls, function)
+        made.original = original
+        for name in ("__doc__", "__module__"):  # which the class has as well
+            vars(made)[name] = getattr(original, name, None)
+        return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> InPlaceOf:
+    original: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__signature__" and not hasattr(self.original, name):
+            return inspect.signature(self.original)
+        return getattr(self.original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self.original,)  # copy.copy of a function is the function itself
 
 
-class MethodInPlaceOf(partial[Any]):
+class MethodInPlaceOf(InPlaceOf):
     """A function that temporarily replaces a method of an object, by an attribute. A copy or pickle of the object has
     the method.
     """
 
-    def __new__(cls, method: MethodType, function: Callable[..., Any]) -> MethodInPlaceOf:
-        made = super().__new__(cls, function)
-        made.method = method
-        return made
-
-    method: MethodType
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self.method.__self__))
-        return self if copied is None else MethodType(self.method.__func__, copied)
+        copied = memo.get(id(self.original.__self__))
+        return self if copied is None else MethodType(self.original.__func__, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.method.__self__, self.method.__name__)
+        return getattr, (self.original.__self__, self.original.__name__)
 
 
 @contextmanager

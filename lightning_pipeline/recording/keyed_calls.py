@@ -7,15 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_pipeline.partition.overrides import has_forward, overridden
+from lightning_pipeline.partition.overrides import InPlaceOf, has_forward, overridden
 from lightning_pipeline.partition.stage_map import StageMap
-
-IS_KEYED = "is_keyed"
-"""Marks what is put around the forward of a module with a key."""
 
 
 class KeyedCalls:
@@ -58,7 +57,7 @@ class KeyedCalls:
             if (name in self.stages.exact or name in self.stages.minimum) and has_forward(module):
                 stage = self.stages.exact.get(name), self.stages.minimum.get(name, 0)
                 own = vars(module).get("forward")
-                noted = self._noted(name, stage, module.forward, is_own=own is not None)
+                noted = self._noted(name, stage, module, is_own=own is not None)
                 found.append(_Forward(module, own, type(module).forward, noted))
         return found
 
@@ -77,37 +76,45 @@ class KeyedCalls:
         return [(name, module) for key, module in modules.items() for name in self._names[key][1]]
 
     def _noted(
-        self, name: str, stage: tuple[int | None, int], plain: Callable[..., Any], *, is_own: bool
+        self, name: str, stage: tuple[int | None, int], module: nn.Module, *, is_own: bool
     ) -> Callable[..., Any]:
-        """What is called in place of a module's forward.
+        """What is called in place of a module's forward, and looks like it.
 
         Args:
-            plain: the forward.
             is_own: the instance has one of its own, beside its class's.
         """
+        plain: Any = module.forward
+        is_method = isinstance(plain, MethodType) and plain.__self__ is module
+        function = plain.__func__ if is_method else lambda _, *args, **kwargs: plain(*args, **kwargs)
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            forward = plain
-            caller = sys._getframe(1).f_locals.get("self")
-            if not is_own and isinstance(caller, nn.Module) and vars(caller).get("forward") is noted:
-                forward = type(caller).forward.__get__(caller)  # of a copy that a step has made, if not of the module
+        def noted(of: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if not is_own:
+                caller = sys._getframe(1).f_locals.get("self")
+                if caller is not of and isinstance(caller, nn.Module) and vars(caller).get("forward") is stand_in:
+                    of = caller  # a shallow copy that a step has made
             if threading.get_ident() != self._thread:
-                return forward(*args, **kwargs)
+                return function(of, *args, **kwargs)
             before = self.stage, self.name
             self.stage, self.name = stage, name
             try:
-                return forward(*args, **kwargs)
+                return function(of, *args, **kwargs)
             finally:
                 self.stage, self.name = before
 
-        vars(noted)[IS_KEYED] = None if is_own else noted
-        return noted
+        # A method, so that a deep copy's has the copy for its self.
+        kind = InPlaceOf if is_own else _Keyed
+        stand_in = MethodType(kind(function, noted), module) if is_method else kind(plain, partial(noted, module))
+        return stand_in
+
+
+class _Keyed(InPlaceOf):
+    """What is put around the forward that a module with a key has from its class."""
 
 
 def is_own(module: nn.Module) -> bool:
     """Whether the forward of a module is that of its class, but for what `KeyedCalls` puts around it."""
     forward = vars(module).get("forward")
-    return forward is None or getattr(forward, IS_KEYED, None) is forward  # not of one that wraps it
+    return forward is None or type(getattr(forward, "__func__", forward)) is _Keyed
 
 
 class _Forward(NamedTuple):
