@@ -64,7 +64,7 @@ def _owned(layout: OptimizerLayout, ownership: Ownership) -> dict[int, Any]:
 def _spread(layout: OptimizerLayout, own: dict[int, Any], ownership: Ownership, transport: Transport) -> None:
     states: dict[nn.Parameter, Any] = layout.optimizer.state  # type: ignore[assignment]
     # Also of modules that have gone, which stay without data elsewhere.
-    names, parameters = zip(*layout.parameters(), strict=True)
+    names, parameters = [name for name, _ in layout.parameters()], [parameter for _, parameter in layout.parameters()]
     for owner in range(ownership.num_stages):
         if owner != ownership.stage:
             received = recv_tree(transport, owner, "states of the whole optimizer")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.modules import Evaluated, Layers, Noting
+from tests.habits.modules import WIDTH, Evaluated, Layers, Noting
 from tests.habits.table import error, habit
 
 
@@ -409,3 +409,28 @@ class GroupsClearedAndAddedAnew(Layers):
             optimizer.param_groups.clear()
             optimizer.state.clear()
             optimizer.add_param_group({"params": list(self.layers.parameters())})
+
+
+@habit(observed=["mean"], shows=False)
+class OptimizesNothing(Layers):
+    """Statistics of the features are gathered, and there is no optimizer (anomalib's PaDiM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.mean += self.features(batch[0]).mean(0)
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@habit(shows=False)
+class OptimizesNothingByItself(Layers):
+    """As above, and losses are returned."""
+
+    def configure_optimizers(self) -> None:
+        return None
