@@ -37,6 +37,9 @@ ELEMENTWISE = (
 )
 """Optimizers that are known to update each element by itself."""
 
+_NOTES = (bool, int, float, str)
+"""Types of what optimizers note of parameters when they are made, beside tensors."""
+
 _END: dict[int, Any] = {}  # follows a stage's last part
 
 
@@ -64,6 +67,7 @@ class OptimizerLayout:
         self.groups: list[list[str]] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self._given: list[dict[str, Any]] = []  # the user's values of options that had to change, by group
+        self._notes: list[dict[str, Any]] = []  # what its constructor has noted, by place
         self.note_new_groups(module)
 
     def note_new_groups(self, module: nn.Module) -> None:
@@ -72,7 +76,7 @@ class OptimizerLayout:
         if now == before:
             return
         if now[: len(before)] != before:
-            self.groups, self.dtypes, self._given = [], {}, []
+            self.groups, self.dtypes, self._given, self._notes = [], {}, [], []
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, group in enumerate(self.optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
             missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
@@ -85,6 +89,7 @@ class OptimizerLayout:
             self.groups.append(group_names)
             self._given.append({})
             self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
+            self._notes += (_notes_in(self.optimizer.state.get(parameter)) for parameter in group["params"])
         self._keep_kinds_apart()
 
     def rename(self, names: Mapping[int, str]) -> dict[str, str]:
@@ -118,12 +123,19 @@ class OptimizerLayout:
     def forget_remote(self) -> None:
         """Free the state of parameters that turned out to be other stages'.
 
-        The parameters stay in their groups, as in one process: the optimizer skips them, as they have no gradient.
+        The parameters stay in their groups, as in one process: the optimizer skips them, as they have no gradient. What
+        its constructor has noted of them stays too, as steps may read it before they look for gradients.
         """
         if self.keeps_all:
             return
-        for parameter in [parameter for parameter in self.optimizer.state if is_absent(parameter)]:
-            del self.optimizer.state[parameter]
+        state: dict[Any, Any] = self.optimizer.state
+        noted = {parameter: notes for (_, parameter), notes in zip(self.parameters(), self._notes, strict=True)}
+        for parameter in [parameter for parameter in state if is_absent(parameter)]:
+            notes = noted.get(parameter)
+            if notes:
+                state[parameter] = {key: state[parameter].get(key, note) for key, note in notes.items()}
+            else:
+                del state[parameter]
 
     @property
     def keeps_all(self) -> bool:
@@ -209,12 +221,15 @@ class OptimizerLayout:
         saved_state = state_dict["state"]
         saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
         names = dict(zip(saved_ids, self.names, strict=True))
+        notes = dict(zip(saved_ids, self._notes, strict=True))
         state: dict[Any, Any] = {}
         for key, value in saved_state.items():
             if key not in names or self.keeps_all:
                 state[key] = _in_memory(value)
             elif names[key] in held and is_kept(names[key]):
                 state[key] = self._sharded(value, held[names[key]])
+            elif kept := {note: value[note] for note in notes.get(key, {}) if note in value}:
+                state[key] = kept
         groups = [dict(group) for group in saved_groups]
         read_into_memory(groups)
         self.optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
@@ -243,6 +258,11 @@ class OptimizerLayout:
             return value.read_like(parameter) if isinstance(value, StoredTensor) else slice_like(parameter, value)
 
         return {key: fit(value) for key, value in state.items()}
+
+
+def _notes_in(state: Any) -> dict[Any, Any]:
+    """What is noted in a parameter's state, None if it has none."""
+    return {key: value for key, value in state.items() if isinstance(value, _NOTES)} if isinstance(state, dict) else {}
 
 
 def _in_memory(value: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pipeline.checkpoint.optimizer_layout import OptimizerLayout
 from lightning_pipeline.partition.ownership import Ownership, release
+from lightning_pipeline.partition.placeholder import is_absent
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
@@ -159,6 +160,34 @@ def test_an_optimizer_without_local_parameters_steps(name):
     optimizer.zero_grad()
     scheduler.step()
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.025)
+
+
+def test_what_a_constructor_notes_of_parameters_stays():
+    def noting(module):
+        optimizer = torch.optim.SGD(groups_of(module), lr=0.1, momentum=0.9)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter].update(is_matrix=parameter.ndim >= 2, slow=parameter.detach().clone())
+        return optimizer
+
+    plain = make()
+    plain_optimizer = noting(plain)
+    train(plain, plain_optimizer, range(2))
+    module = make()
+    optimizer = noting(module)
+    layout = OptimizerLayout(optimizer, module)
+    before = list(optimizer.state)
+    release(module, ownership_of(module, 2, 1))
+    absent = [parameter for parameter in before if is_absent(parameter)]
+    assert absent
+    layout.forget_remote()
+    for load in (False, True):
+        if load:
+            layout.load_state(plain_optimizer.state_dict())
+            layout.forget_remote()
+        assert [id(parameter) for parameter in optimizer.state] == [id(parameter) for parameter in before]
+        assert all(optimizer.state[parameter] == {"is_matrix": parameter.ndim >= 2} for parameter in absent)
+        assert all("slow" in optimizer.state[parameter] for _, parameter in layout.local_parameters())
 
 
 def test_one_stage_saves_what_torch_saves():

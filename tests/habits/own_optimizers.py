@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.habits.by_hand import ByHand
-from tests.habits.modules import Layers
+from tests.habits.modules import Evaluated, Layers
 from tests.habits.table import habit
 
 
@@ -120,3 +120,38 @@ class AveragesByItsOwnMethod(ByHand):
 
     def configure_optimizers(self) -> Any:
         return Averaging(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Signed(torch.optim.Optimizer):
+    """As Moonlight's Muon: which parameters are matrices is noted in their states when the optimizer is made."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["is_matrix"] = parameter.ndim >= 2
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                is_matrix = self.state[parameter]["is_matrix"]
+                update = gradient / (gradient.norm() + 1e-7) if is_matrix else gradient.sign()
+                parameter.add_(update, alpha=-group["lr"])
+        return loss
+
+
+@habit(shows=False)  # the base has no optimizer to do without
+class NotesKinds(Layers):
+    def configure_optimizers(self) -> Any:
+        return Signed(self.parameters(), lr=0.02)
+
+
+@habit(calls=("fit", "validate", "fit"), shows=False)
+class NotesKindsInTwoRuns(Evaluated):
+    configure_optimizers = NotesKinds.configure_optimizers
