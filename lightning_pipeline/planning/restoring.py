@@ -206,8 +206,11 @@ class _Snapshot:
             self._once.append((name, lambda: value._num_yielded, value._num_yielded))
         elif hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
             self._todo += [(name, part) for part in _parts_of_iterator(value)]
-        elif isinstance(value, Optimizer):  # its state changes in updates only, and none are made
-            self._todo.append((name, value.param_groups))
+        elif isinstance(value, Optimizer):
+            # Its state, which may be twice as large as the model, changes in updates only, and none are made.
+            state = vars(value).get("state")
+            self._seen[id(state)] = state
+            self._visit_attributes(f"{name}.", vars(value))
         elif isinstance(value, LRScheduler):
             self._visit_attributes(f"{name}.", vars(value))
         elif isinstance(value, random.Random):

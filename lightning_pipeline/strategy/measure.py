@@ -51,11 +51,13 @@ _USUAL_STATE = 2.0
 
 
 def reached_by_trainer(module: LightningModule) -> list[object]:
-    """What the user keeps on the data module and callbacks, which a step reaches through the Trainer."""
+    """The optimizers, and what the user keeps on the data module and callbacks. A step reaches them through the Trainer
+    or by hooks of theirs."""
     trainer: Any = module._trainer
     if trainer is None:
         return []
-    return [vars(one) for one in (getattr(trainer, "datamodule", None), *trainer.callbacks) if one is not None]
+    others = [vars(one) for one in (getattr(trainer, "datamodule", None), *trainer.callbacks) if one is not None]
+    return [*map(inner, trainer.optimizers), *others]
 
 
 _NOT_FIRST = 1
@@ -87,7 +89,7 @@ def without_side_effects(module: LightningModule, device: torch.device) -> Itera
         return tensor if replicas is None else torch.stack([tensor] * replicas.num_replicas)
 
     with (
-        left_as_it_was(module, (*map(inner, trainer.optimizers), *reached_by_trainer(module))),
+        left_as_it_was(module, reached_by_trainer(module)),
         redirect_stdout(io.StringIO()),
         generators_kept(device),
         own_statistics(module, replicas),

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.habits.by_hand import ByHand
-from tests.habits.modules import Evaluated, Layers
+from tests.habits.modules import WIDTH, Evaluated, Layers
 from tests.habits.table import habit
 
 
@@ -155,3 +155,66 @@ class NotesKinds(Layers):
 @habit(calls=("fit", "validate", "fit"), shows=False)
 class NotesKindsInTwoRuns(Evaluated):
     configure_optimizers = NotesKinds.configure_optimizers
+
+
+class Counting(torch.optim.SGD):
+    """A hook of its own on the head counts calls, by which the rate falls."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self.calls = 0
+        module.head.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + self.calls)
+        super().step()
+        return loss
+
+
+@habit(shows=False)  # the base has no optimizer to do without
+class CountsInTheOptimizer(Layers):
+    def configure_optimizers(self) -> Any:
+        return Counting(self)
+
+
+class Preconditioned(torch.optim.SGD):
+    """As KFAC: hooks of its own keep second moments of what linear layers are given, by which gradients are divided."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), lr=0.1)
+        self.factors: dict[nn.Module, Tensor] = {}
+        self.layers = [one for one in module.modules() if isinstance(one, nn.Linear)]
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.note)
+
+    def note(self, layer: nn.Module, given: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():
+            x = given[0].detach()
+            now = x.t() @ x / len(x)
+            self.factors[layer] = 0.9 * self.factors[layer] + 0.1 * now if layer in self.factors else now
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for layer in self.layers:
+            gradient: Any = layer.weight.grad
+            gradient.copy_(gradient @ torch.linalg.inv(self.factors[layer] + torch.eye(WIDTH)))
+        super().step()
+        return loss
+
+
+@habit(plain=False, shows=False)  # moments of micro-batches
+class KeepsFactorsInTheOptimizer(Layers):
+    def configure_optimizers(self) -> Any:
+        return Preconditioned(self)
