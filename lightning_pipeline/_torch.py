@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException as Unsupp
 from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # tells when a storage has been freed
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import (
     _foreach_supported_types,
     _group_tensors_by_device_and_dtype,
@@ -128,6 +129,21 @@ def function_modes_taken_off() -> Iterator[list[Any]]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def lowest_function_mode(mode: Any) -> Iterator[None]:
+    """While entered, a mode is active below the user's, of which any may be entered or left meanwhile.
+
+    Only torch's mode of a default device is below: torch enters and leaves that one at the very bottom.
+    """
+    with function_modes_taken_off() as modes:
+        modes.insert(len(modes) - (bool(modes) and isinstance(modes[-1], DeviceContext)), mode)
+    try:
+        yield
+    finally:
+        with function_modes_taken_off() as modes:
+            modes[:] = [one for one in modes if one is not mode]
 
 
 @contextmanager

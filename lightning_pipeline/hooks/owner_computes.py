@@ -127,7 +127,9 @@ class OwnerComputes(TorchFunctionMode):
         try:
             states = self.states.shown() if shows_states else nullcontext()
             noted = _torch.before_collectives(self._note_collective)
-            with absent_state_expected(), noted, parameters_seen(self.keys), gathered_by_hooks(), states, self:
+            # A mode that a hook enters may stand until a later hook, which leaves it from the top of the stack.
+            own = _torch.lowest_function_mode(self)
+            with absent_state_expected(), noted, parameters_seen(self.keys), gathered_by_hooks(), states, own:
                 yield
             self._exchanges.send()
             self._lent.check()
@@ -172,7 +174,7 @@ class OwnerComputes(TorchFunctionMode):
         in_hook.on = True
         self._gradients.forget()
         try:
-            with self:
+            with _torch.lowest_function_mode(self):
                 yield
             self._exchanges.send()
         finally:
