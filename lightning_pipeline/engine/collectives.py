@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,24 @@ class _Current:
 
 
 _current = _Current()
+
+
+class _Passed(threading.local):
+    """The names of torch's collectives that run in this thread as they are: each tells the modes of torch that stand,
+    which call it again."""
+
+    names: frozenset[str] = frozenset()
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        before, self.names = self.names, self.names | {name}
+        try:
+            yield
+        finally:
+            self.names = before
+
+
+_passed = _Passed()
 
 
 @contextmanager
@@ -146,9 +165,12 @@ def _collective_replaced(name: str, collective: Callable[..., None]) -> Change:
 
     @wraps(plain)
     def replaced(*args: Any, **kwargs: Any) -> Any:
+        if name in _passed.names:
+            return plain(*args, **kwargs)
         world = None if _is_over_some(args, kwargs) else _world_for(sys._getframe(1))
         if world is None:
-            return plain(*args, **kwargs)
+            with _passed.on(name):
+                return plain(*args, **kwargs)
         given = parameters.bind(*args, **kwargs).arguments
         for end in ("src", "dst"):
             if given.get(f"group_{end}") is not None:
@@ -157,7 +179,8 @@ def _collective_replaced(name: str, collective: Callable[..., None]) -> Change:
         if _current.step is None and name in _FROM_ONE and not _is_of_some(given.get("tensor")):
             if given.get("src") is not None:
                 given["src"] = world.topology.ranks_of_first_stage[given["src"]]
-            return plain(**given)
+            with _passed.on(name):
+                return plain(**given)
         if not world.is_known:
             raise RuntimeError(
                 f"torch.distributed.{name} over all ranks before the pipeline is set up, when they do not know their "

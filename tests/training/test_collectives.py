@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.nn as distributed_nn
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
@@ -147,6 +148,22 @@ def test_code_for_ddp_does_on_stages_what_it_does_there(kind: type[Net], data_pa
             assert mean == pytest.approx(own[0], rel=1e-5) == pytest.approx(known, rel=1e-5)
             assert (objects, size) == ([0, 1], 2)
             assert norm < 1e-6
+
+
+class PassedOn(TorchFunctionMode):
+    """Torch's collectives tell modes, which call them again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_mode() -> dict[str, Any]:
+    with PassedOn():
+        return over_stages(Net, 1)
+
+
+def test_a_mode_may_stand_around_the_run() -> None:
+    assert launch(under_mode, world=2) == launch(over_stages, Net, 1, world=2)
 
 
 def test_one_replica_is_a_world_of_one() -> None:
