@@ -215,6 +215,17 @@ class OwnerComputes(TorchFunctionMode):
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
             return [one.detach() for one in self._operands.gather_everywhere(tensors, what)]
 
+    def is_first_alone(self, call: str) -> bool:
+        """Whether the first rank alone comes to a call that waits for all ranks, in a part of a hook that only it runs.
+
+        Args:
+            call: its name.
+        """
+        if not (in_hook.is_here() and in_hook.is_rank_known):
+            return False
+        with _torch.DisableTorchFunction():
+            return self._meet_first_rank(call, ()) is not None
+
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _meet(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -64,17 +64,48 @@ def refuse_by_one_rank(recording: Recording, *, is_shared: bool = False) -> None
     Raises:
         NotImplementedError: it is in such code.
     """
-    frame: FrameType | None = sys._getframe(1)
+    lines = [line for line in _asking_lines(recording) if not (line == _ALL and is_shared)]
+    if lines:
+        line = lines[0]
+        where = "in a function under rank_zero_only" if line == _ALL else f"as line {line} asks for the rank"
+        raise NotImplementedError(
+            f"one rank alone uses what a stage computes ({users_line()}), {where}: the others would not know. "
+            f"Read it on every rank, as in number = loss.item(), and use the number there; self.print, "
+            f"self.logger and functions under rank_zero_only take tensors as arguments"
+        )
+
+
+def is_first_alone(recording: Recording, call: str, *, is_first: bool) -> bool:
+    """Whether the first rank alone comes to a call that waits for all ranks, in code of a step that only it runs.
+
+    Args:
+        call: what it is.
+        is_first: this is the first rank.
+
+    Raises:
+        NotImplementedError: another rank is in code that depends on the rank.
+    """
+    if not _asking_lines(recording):
+        return False
+    if not is_first:
+        raise NotImplementedError(
+            f"{call} waits for all ranks, in code of a step that depends on the rank ({users_line()}): let every rank "
+            f"run the line"
+        )
+    return True
+
+
+def _asking_lines(recording: Recording) -> list[int]:
+    """The lines that have asked for the rank, on which the running ones depend, the innermost first; `_ALL` for
+    `rank_zero_only`."""
+    found = []
+    frame: FrameType | None = sys._getframe(1) if recording.rank_asked_at else None
     while frame is not None:
         for code, line in recording.rank_asked_at:
-            if frame.f_code is code and not (line == _ALL and is_shared) and _depends_on(code, line, frame.f_lineno):
-                where = "in a function under rank_zero_only" if line == _ALL else f"as line {line} asks for the rank"
-                raise NotImplementedError(
-                    f"one rank alone uses what a stage computes ({users_line()}), {where}: the others would not know. "
-                    f"Read it on every rank, as in number = loss.item(), and use the number there; self.print, "
-                    f"self.logger and functions under rank_zero_only take tensors as arguments"
-                )
+            if frame.f_code is code and _depends_on(code, line, frame.f_lineno):
+                found.append(line)
         frame = frame.f_back
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -18,6 +18,8 @@ from lightning_pipeline.engine.suspended import end_idle_threads
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.planning.plan import StagePlan
+from lightning_pipeline.recording.one_rank import is_first_alone
+from lightning_pipeline.recording.patched_torch import running_recording
 from lightning_pipeline.runtime.replicas import Replicas
 from lightning_pipeline.runtime.topology import Topology
 from lightning_pipeline.runtime.transport import Transport
@@ -158,6 +160,29 @@ class SessionStrategy(ProcessStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         topology = self.session.topology
         return {"num_replicas": topology.data_parallel_size, "rank": topology.replica}
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._is_first_alone("a decision") else super().reduce_boolean_decision(decision, all)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._is_first_alone(f"barrier({name!r})"):
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._is_first_alone(f"broadcast(..., {src})") else super().broadcast(obj, src)
+
+    def _is_first_alone(self, call: str) -> bool:
+        """Whether only the first rank comes to this call for all ranks, such as ``trainer.log_dir``: others do not
+        wait for it there."""
+        if (recording := running_recording()) is not None:
+            return is_first_alone(recording, call, is_first=self.session.topology.rank == 0)
+        outside = None if self._session is None else self._session.stages.owner_computes
+        return outside is not None and outside.is_first_alone(call)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

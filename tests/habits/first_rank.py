@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -401,3 +403,48 @@ class BarWithNorm(TQDMProgressBar):
 @habit(plain=False, shows=False, callbacks=lambda: [BarWithNorm()], trainer={"enable_progress_bar": True})
 class ShowsNormInBar(CallbackOnFirstRank):
     """A progress bar computes with weights, which only the first rank shows."""
+
+
+@habit(plain=False, shows=False, trainer=lambda folder: {"logger": CSVLogger(folder)})  # the file is compared
+class WaitsOnFirstRank(Evaluated):
+    """The first rank alone comes to what waits for all ranks, as the folder of the logs that it is told."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.is_global_zero:
+            (Path(self.trainer.log_dir or "") / f"{batch_idx}").mkdir(parents=True, exist_ok=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.note("epoch")
+        self.note_under_rank_zero_only()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.note(f"{self.trainer.callback_metrics['val_loss']:.3f}")
+        self.trainer.strategy.barrier()
+        self.log("files", float(self.trainer.strategy.broadcast(len(list(folder_of(self).iterdir())) > 0)))
+
+    def note(self, text: str) -> None:
+        path = Path(self.trainer.log_dir or "") / "notes.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"{text} {self.head.weight.norm():.3f} {self.layers[0].linear.weight.norm():.3f}\n")
+        self.trainer.strategy.barrier("written")
+        assert self.trainer.strategy.reduce_boolean_decision(True)
+
+    @rank_zero_only
+    def note_under_rank_zero_only(self) -> None:
+        self.note("rank_zero_only")
+
+
+@habit(plain=False, shows=False, expect=error(r"broadcast.*waits for all ranks.*first_rank\.py:\d+.*every rank"))
+class TellsByRank(Layers):
+    """Ranks come to a broadcast at lines of their own in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.is_global_zero:
+            scale = self.trainer.strategy.broadcast(2.0)
+        else:
+            scale = self.trainer.strategy.broadcast(None)
+        return super().training_step(batch, batch_idx) * scale
