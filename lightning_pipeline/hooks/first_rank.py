@@ -18,12 +18,14 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
@@ -58,17 +60,34 @@ class _Call(NamedTuple):
     wanted: tuple[Wanted, ...]
 
 
+class Logged(NamedTuple):
+    """A call of `self.log`.
+
+    Attributes:
+        hook: in which it is made, by Lightning's name.
+        value: a number, a tensor, or a dict of them.
+    """
+
+    hook: str | None
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
 class _Over(NamedTuple):
     """The first rank is at the end of the hook.
 
     Attributes:
         stops: training is to stop.
         changed: what it has changed.
+        logged: what it has logged since it asked for the rank.
         has_kept_rank: its code may go by its rank in later hooks without asking again.
     """
 
     stops: bool
     changed: tuple[Changed, ...]
+    logged: tuple[Logged, ...]
     has_kept_rank: bool
 
 
@@ -100,6 +119,8 @@ class FirstRank:
         history: a number that tells which of them first ranks have changed in hooks so far: as replicas ask for other
             ranks, one of them may do what another does not.
         last_changed: names of those that were changed last.
+        logged: what this rank has logged since the hook asked for the rank.
+        lacking: after the hook, on the others, what the first rank alone has logged.
     """
 
     def __init__(self, module: nn.Module, direct: DirectTransport, keys: TensorKeys) -> None:
@@ -108,12 +129,26 @@ class FirstRank:
         self.changes = FirstRankChanges(module, direct)
         self.history = 0
         self.last_changed = ""
+        self.logged: list[Logged] = []
+        self.lacking: list[Logged] = []
 
     def begin(self) -> None:
         """The hook asks for the rank."""
         if self._direct.rank:
             self._keys.hold()
         self.changes.begin()
+        self.logged = []
+
+    def note_logged(self, logged: Logged) -> None:
+        """Take note of what the hook has logged since it asked for the rank."""
+        if not self._direct.rank:
+            told = logged.value, logged.args, logged.options
+            if not all(one is None or isinstance(one, str | Number | Tensor) for one in _torch.tree_leaves(told)):
+                return  # metrics and functions are each rank's own
+            with _torch.DisableTorchFunction():
+                value = _torch.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), logged.value)
+            logged = logged._replace(value=value)
+        self.logged.append(logged)
 
     def meet(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
         """Come to a call. Returns None if all ranks run it; else, on the first rank, the tensors that it wants.
@@ -156,7 +191,7 @@ class FirstRank:
         """
         if not self._direct.rank:
             changed = self.changes.found()
-            self._direct.tell(_Over(stops, changed, in_hook.has_kept_rank))
+            self._direct.tell(_Over(stops, changed, tuple(self.logged), in_hook.has_kept_rank))
             in_hook.is_rank_kept = in_hook.has_kept_rank
             self._note(changed)
             if changed:
@@ -170,6 +205,8 @@ class FirstRank:
                 )
             self._give(call)
         in_hook.is_rank_kept = call.has_kept_rank
+        own = {one.name for one in self.logged}
+        self.lacking = [one for one in call.logged if one.name not in own]
         self._note(call.changed)
         if call.changed:
             self.changes.take(call.changed)

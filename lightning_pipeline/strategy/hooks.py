@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
+from lightning_pipeline import _torch
+from lightning_pipeline.hooks.first_rank import Logged
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.users_code import in_hook
 
 from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
-from .lightning_private import call_before_checkpoints, call_hooks_within
+from .lightning_private import call_before_checkpoints, call_hooks_within, current_hook, within_hook
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -172,8 +175,15 @@ def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
             [value] = outside.whole([value.detach()], f"log({name!r})")
             value = value.clone()
         type(module).log(module, name, value, *args, **kwargs)
+        if in_hook.is_here() and in_hook.is_rank_known:
+            outside.first_rank.note_logged(Logged(current_hook(module), name, value, args, kwargs))
 
     with overridden() as override:
         override(module, "log", log)
         with outside.entered():
             yield
+    lacking, outside.first_rank.lacking = outside.first_rank.lacking, []
+    for one in lacking:  # callbacks that go by it, such as those that stop or save, go by it on all ranks
+        value = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), one.value)
+        with within_hook(module, one.hook):
+            type(module).log(module, one.name, value, *one.args, **one.options)

@@ -367,6 +367,21 @@ def call_hooks_within(
         override(call, name, wrapped(name))
 
 
+def current_hook(module: LightningModule) -> str | None:
+    """The name of the hook that runs, by which Lightning keeps what it logs."""
+    return module._current_fx_name
+
+
+@contextmanager
+def within_hook(module: LightningModule, name: str | None) -> Iterator[None]:
+    """While entered, what the module logs is taken for what this hook logs."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
 def call_before_checkpoints(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
     """Call a function whenever a Trainer begins to put a checkpoint together."""
     connector = trainer._checkpoint_connector

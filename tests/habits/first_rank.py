@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
@@ -448,3 +448,28 @@ class TellsByRank(Layers):
         else:
             scale = self.trainer.strategy.broadcast(None)
         return super().training_step(batch, batch_idx) * scale
+
+
+@habit(
+    plain=False,
+    shows=False,
+    epochs=4,
+    callbacks=lambda: [
+        ModelCheckpoint(monitor="own", save_on_train_epoch_end=True),
+        EarlyStopping("own", patience=1, mode="max", check_on_train_epoch_end=True),
+    ],
+    trainer={"enable_checkpointing": True},
+    replicated=error("metric `own` which is not available"),  # as with DDP
+)
+class LogsOnFirstRank(Layers):
+    """Training stops, checkpoints are saved and the rate falls by what the first rank alone logs."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("own", -float(self.current_epoch), rank_zero_only=True)
+            self.log_dict({"norm": self.layers[0].linear.weight.norm(), "loss": self.head.bias.norm()})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, mode="max")
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "monitor": "norm"}}
