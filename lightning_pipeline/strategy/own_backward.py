@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -17,6 +18,7 @@ from lightning_pipeline.recording.function_state import Found, changed, names_in
 
 from .._lightning import LightningModule
 
+_BACKWARDS: tuple[Any, ...] = (Tensor.backward, torch.autograd.backward)
 _GRADIENTS = ("grad.__get__", "grad.__set__", "_grad.__get__", "_grad.__set__")
 
 
@@ -42,6 +44,12 @@ class _Alone(TorchFunctionMode):
             raise NotImplementedError(
                 f"{self._name}.backward uses the gradients of parameters, where each rank has those of its stage "
                 f"({users_line()}): do it in on_after_backward"
+            )
+        if func in _BACKWARDS and (kwargs or {}).get("inputs") is not None:
+            raise NotImplementedError(
+                f"{self._name}.backward gives backward the inputs that are to have gradients, of which each rank has "
+                f"those of its stage ({users_line()}): let it run without, and set requires_grad of the other "
+                f"parameters to False in a hook before the step"
             )
         return func(*args, **(kwargs or {}))
 

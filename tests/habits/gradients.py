@@ -291,6 +291,37 @@ class OwnBackwardNotes(Layers):
         loss.backward()
 
 
+@habit(
+    expect=error(r"OwnBackwardOfWeights\.backward gives backward the inputs.*gradients\.py:\d+.*requires_grad"),
+    plain=False,
+)
+class OwnBackwardOfWeights(Layers):
+    """`backward` is overridden, and computes the gradients of weights alone."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(inputs=[parameter for name, parameter in self.named_parameters() if "weight" in name])
+
+
+@habit(expect=error(r"OwnBackwardOfTheHead\.backward gives backward the inputs.*gradients\.py:\d+"), plain=False)
+class OwnBackwardOfTheHead(Layers):
+    """Likewise of parameters of the last stage alone, by torch's function."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.autograd.backward(loss, inputs=list(self.head.parameters()))
+
+
+@habit(plain=False)
+class TheWayOutOfInputs(Layers):
+    """What that error tells to do instead."""
+
+    def on_train_start(self) -> None:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("weight" in name)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
 @habit()
 class OnlyTheHeadLearns(Layers):
     """An earlier layer is used after a later one, and its result in no_grad: it has no gradients, not zeros."""
