@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -214,17 +215,26 @@ set_group_timeout = torch.distributed.distributed_c10d._set_pg_timeout
 """Bound the waits in a process group, which a DeviceMesh makes with torch's default."""
 
 
+_COLLECTIVES = frozenset(("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "all_reduce"))
+"""Those that hooks call over all processes; what else they call goes to the replicas, or to single ranks."""
+
+
 @contextmanager
-def before_collectives(note: Callable[[], None]) -> Iterator[None]:
+def before_collectives(note: Callable[[str | None], None]) -> Iterator[None]:
     """While entered, call `note` before each collective, and each call of `get_rank` and the like.
 
     All of these ask first whether this rank is in the group.
+
+    Args:
+        note: gets the name of the collective if it is one of all processes, such as "barrier"; else None.
     """
     module: Any = torch.distributed.distributed_c10d
     plain = module._rank_not_in_group
 
     def noted(group: Any) -> bool:
-        note()
+        name = sys._getframe(1).f_code.co_name
+        is_of_all = group is None or group is torch.distributed.group.WORLD
+        note(name if is_of_all and name in _COLLECTIVES else None)
         return plain(group)
 
     module._rank_not_in_group = noted

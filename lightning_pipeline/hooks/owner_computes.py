@@ -142,11 +142,23 @@ class OwnerComputes(TorchFunctionMode):
             in_hook.on = False
             self.keys.let_go()
 
-    def _note_collective(self) -> None:
-        """The user's code is about to ask for the rank, or to wait for other ranks in a collective of its own."""
-        if in_hook.is_here():
-            in_hook.note_rank()
-            self._exchanges.send()
+    def _note_collective(self, name: str | None) -> None:
+        """The user's code is about to ask for the rank, or to wait for other ranks in a collective of its own.
+
+        The first rank may still be at calls that it alone runs, and needs the others for those.
+        """
+        if not in_hook.is_here():
+            return
+        if name is not None and in_hook.is_rank_known:
+            with _torch.DisableTorchFunction():
+                if self._meet_first_rank(name, ()) is None:
+                    return
+            raise RuntimeError(
+                f"the first rank alone calls {name}, for which it would wait for the others ({users_line()}): let "
+                f"every rank run the line"
+            )
+        in_hook.note_rank()
+        self._exchanges.send()
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -10,11 +10,15 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+import torch
+
 from lightning_pipeline._names import PACKAGES
 
 _OWN = tuple(f"/{name}/" for name in ("torch", "torch_npu", "torchmetrics", "lightning_pipeline", *PACKAGES))
 _CONTEXTLIB = contextlib.__file__.replace("\\", "/")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_COLLECTIVES = os.path.dirname(torch.distributed.__file__)
+_LEADING_TO_RANKS = (_PACKAGE, _COLLECTIVES, contextlib.__file__)
 
 
 class _InHook:
@@ -90,11 +94,11 @@ def is_users(frame: FrameType) -> bool:
 
 def users_lines() -> tuple[int, ...]:
     """The line numbers at which the functions of the running hook are, the innermost first. Those of torch are left
-    out, which takes other ways with placeholders.
+    out, which takes other ways with placeholders, and so is what leads here from a collective.
     """
     found = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, contextlib.__file__)):
+    while frame is not None and frame.f_code.co_filename.startswith(_LEADING_TO_RANKS):
         frame = frame.f_back
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         if is_users(frame):

@@ -473,3 +473,53 @@ class LogsOnFirstRank(Layers):
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
         rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, mode="max")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "monitor": "norm"}}
+
+
+@habit(plain=False, shows=False, observed=["told"])
+class WaitsForFirstRank(Layers):
+    """The first rank alone takes weights of all stages, or of its own, and then all ranks wait, or are told of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def on_train_epoch_start(self) -> None:
+        path = folder_of(self) / "weights.pt"
+        if self.trainer.is_global_zero:
+            torch.save(self.state_dict(), path)
+        self.trainer.strategy.barrier("saved")
+        self.told.append(sum(float(tensor.sum()) for tensor in torch.load(path).values()))
+        norm = None
+        if self.trainer.is_global_zero:
+            norm = sum(parameter.detach().norm().item() for parameter in self.parameters())
+        self.told.append(self.trainer.strategy.broadcast(norm))
+        with torch.no_grad():
+            self.head.weight.mul_(1 + self.told[-1] / 1000)
+
+    def on_train_epoch_end(self) -> None:
+        is_large = False
+        if self.trainer.is_global_zero:
+            is_large = bool(self.layers[0].linear.weight.norm() > 0)
+        self.told.append(self.trainer.strategy.reduce_boolean_decision(is_large, all=False))
+        if self.trainer.is_global_zero:
+            self.told.append(self.head.weight.norm().item())
+        else:
+            self.told.append(0.0)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+            objects = self.told[-1:]
+            torch.distributed.broadcast_object_list(objects, src=0)
+            self.told[-1:] = objects
+
+
+@habit(plain=False, shows=False, callbacks=lambda: [ExportsOnFirstRank()])
+class ExportsOnFirstRankAtTheEnd(Layers):
+    """When training has ended, the first rank alone exports weights, for which the others wait."""
+
+
+class ExportsOnFirstRank(L.Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            weights = {name: tensor.cpu() for name, tensor in pl_module.state_dict().items()}
+            torch.save(weights, folder_of(pl_module) / "exported.pt")
+        trainer.strategy.barrier()
