@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
+from lightning_pipeline.hooks.first_rank_draws import FirstRankDraws, Given
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
@@ -53,11 +54,16 @@ class Wanted(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The first rank is at this call."""
+    """The first rank is at this call.
+
+    Attributes:
+        drawn: the states of its generators, if the call draws and it has drawn before.
+    """
 
     place: Any
     line: str
     wanted: tuple[Wanted, ...]
+    drawn: Given | None = None
 
 
 class Logged(NamedTuple):
@@ -83,12 +89,14 @@ class _Over(NamedTuple):
         changed: what it has changed.
         logged: what it has logged since it asked for the rank.
         has_kept_rank: its code may go by its rank in later hooks without asking again.
+        drawn: the states of its generators, if it has drawn.
     """
 
     stops: bool
     changed: tuple[Changed, ...]
     logged: tuple[Logged, ...]
     has_kept_rank: bool
+    drawn: Given | None
 
 
 class _Answer(NamedTuple):
@@ -116,6 +124,7 @@ class FirstRank:
 
     Attributes:
         changes: of the module's tensors, by this rank.
+        draws: of random numbers.
         history: a number that tells which of them first ranks have changed in hooks so far: as replicas ask for other
             ranks, one of them may do what another does not.
         last_changed: names of those that were changed last.
@@ -127,10 +136,12 @@ class FirstRank:
         self._direct = direct
         self._keys = keys
         self.changes = FirstRankChanges(module, direct)
+        self.draws = FirstRankDraws(direct.device)
         self.history = 0
         self.last_changed = ""
         self.logged: list[Logged] = []
         self.lacking: list[Logged] = []
+        self._over: _Over | None = None
 
     def begin(self) -> None:
         """The hook asks for the rank."""
@@ -138,6 +149,8 @@ class FirstRank:
             self._keys.hold()
         self.changes.begin()
         self.logged = []
+        self.draws.begin()
+        self._over = None
 
     def note_logged(self, logged: Logged) -> None:
         """Take note of what the hook has logged since it asked for the rank."""
@@ -150,23 +163,40 @@ class FirstRank:
             logged = logged._replace(value=value)
         self.logged.append(logged)
 
-    def meet(self, place: Any, line: str, wanted: Sequence[Wanted]) -> list[Tensor | None] | None:
+    def meet(
+        self, place: Any, line: str, wanted: Sequence[Wanted], *, draws: bool = False, is_for_all: bool = True
+    ) -> list[Tensor | None] | None:
         """Come to a call. Returns None if all ranks run it; else, on the first rank, the tensors that it wants.
+
+        Args:
+            draws: the call draws random numbers, which are to be the same on all ranks that run it.
+            is_for_all: the call takes what one stage holds; else some of the ranks may run it.
 
         Raises:
             RuntimeError: some of the other ranks run this call, but not all.
         """
         if self._direct.rank:
-            while (call := self._next_call(line)).place != place:
-                self._give(call)
+            while type(call := self._heard("the first rank's next call in a hook")) is not _Call or call.place != place:
+                if type(call) is _Call:
+                    self._give(call)
+                elif type(call) is _Over and not is_for_all:
+                    return None
+                else:
+                    _refuse_part(f"{self._direct.name_of(self._direct.rank)} runs", line)
             self._direct.tell_one(0, _Answer(is_there=True))
+            if draws:
+                self.draws.take(call.drawn)
             return None
-        self._direct.tell(_Call(place, line, tuple(wanted)))
+        self._direct.tell(_Call(place, line, tuple(wanted), self.draws.given() if draws else None))
         answers = {peer: self._direct.hear(peer, "its place in a hook") for peer in range(1, self._direct.num_ranks)}
         there = [peer for peer, answer in answers.items() if answer.is_there]
         if len(there) == len(answers):
+            if draws:
+                self.draws.are_alike()
             return None
-        if there:
+        if draws:
+            self.draws.note_alone(line)
+        if there and is_for_all:
             _refuse_part(f"{' and '.join(map(self._direct.name_of, (0, *there)))} run", line)
         found: list[Tensor | None] = []
         specs = {peer: list(answer.specs) for peer, answer in answers.items()}
@@ -191,13 +221,15 @@ class FirstRank:
         """
         if not self._direct.rank:
             changed = self.changes.found()
-            self._direct.tell(_Over(stops, changed, tuple(self.logged), in_hook.has_kept_rank))
+            drawn = self.draws.given()
+            self._direct.tell(_Over(stops, changed, tuple(self.logged), in_hook.has_kept_rank, drawn))
+            self.draws.are_alike()
             in_hook.is_rank_kept = in_hook.has_kept_rank
             self._note(changed)
             if changed:
                 self.changes.give(changed)
             return stops
-        while type(call := self._direct.hear(0, "the end of a hook on the first rank")) is not _Over:
+        while type(call := self._heard("the end of a hook on the first rank")) is not _Over:
             if type(call) is not _Call:
                 raise RuntimeError(
                     f"the first rank alone went on to what all ranks do together ({type(call).__name__}), in a hook "
@@ -207,6 +239,7 @@ class FirstRank:
         in_hook.is_rank_kept = call.has_kept_rank
         own = {one.name for one in self.logged}
         self.lacking = [one for one in call.logged if one.name not in own]
+        self.draws.take(call.drawn)
         self._note(call.changed)
         if call.changed:
             self.changes.take(call.changed)
@@ -217,11 +250,14 @@ class FirstRank:
             self.last_changed = ", ".join(one.name for one in changed[:3]) + (" ..." if len(changed) > 3 else "")
             self.history = zlib.crc32(repr([one.name for one in changed]).encode(), self.history)
 
-    def _next_call(self, line: str) -> _Call:
-        call = self._direct.hear(0, "the first rank's next call in a hook")
-        if type(call) is not _Call:
-            _refuse_part(f"{self._direct.name_of(self._direct.rank)} runs", line)
-        return call
+    def _heard(self, what: str) -> Any:
+        """What the first rank tells next. When it has come to the end of the hook, nothing more comes."""
+        if self._over is None:
+            heard = self._direct.hear(0, what)
+            if type(heard) is not _Over:
+                return heard
+            self._over = heard
+        return self._over
 
     def _give(self, call: _Call) -> None:
         """Give the first rank the operands of its call, which this rank does not run."""

@@ -105,6 +105,9 @@ class OwnerComputes(TorchFunctionMode):
             self.first_rank.changes.note(func, args)
         if is_partial(args) or (kwargs and is_partial(kwargs.values())):
             return self._meet(func, args, kwargs or {})
+        if in_hook.is_rank_known and in_hook.is_here() and not self._have_met and _draws(func, kwargs or {}):
+            with _torch.DisableTorchFunction():
+                self._meet_first_rank(function_name(func), (), draws=True, is_for_all=False)
         return func(*args, **(kwargs or {}))
 
     @contextmanager
@@ -304,7 +307,7 @@ class OwnerComputes(TorchFunctionMode):
         if kind is FunctionKind.CALLS:  # Python, which every rank runs
             here = [copied(one) for one in self._operands.gather_everywhere(call.tensors, name)]
             return self._meet(Tensor.copy_, (args[0], self._run(func, call, here)), {})
-        if kind is FunctionKind.DRAWS and not is_drawing_of_own(kwargs):
+        if _draws(func, kwargs):
             return self._draw(func, call, name)
         return self._compute(func, call, name, kind)
 
@@ -321,7 +324,8 @@ class OwnerComputes(TorchFunctionMode):
         call = take_apart(func, args, kwargs)
         is_gradient = name in ("grad.__get__", "_grad.__get__")
         keys = [self.keys.key_of(tensor) for tensor in call.tensors]
-        found = self._meet_first_rank(name, wanted_of(self.keys, call.tensors, gradient=is_gradient), *keys)
+        wanted = wanted_of(self.keys, call.tensors, gradient=is_gradient)
+        found = self._meet_first_rank(name, wanted, *keys, draws=_draws(func, kwargs))
         if found is None:
             return _TOGETHER
         refuse_window_of_first_rank(call.tensors, name, writes=kind is FunctionKind.WRITES)
@@ -343,10 +347,12 @@ class OwnerComputes(TorchFunctionMode):
                 return copied
             return self._run(func, call, here)
 
-    def _meet_first_rank(self, call: str, wanted: Sequence[Wanted], *keys: int | None) -> list[Tensor | None] | None:
+    def _meet_first_rank(
+        self, call: str, wanted: Sequence[Wanted], *keys: int | None, **options: bool
+    ) -> list[Tensor | None] | None:
         """`FirstRank.meet`, for a call in a hook that has asked for the rank."""
         self._exchanges.send()
-        return self.first_rank.meet((call, *keys, *users_lines()), users_line(), wanted)
+        return self.first_rank.meet((call, *keys, *users_lines()), users_line(), wanted, **options)
 
     def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
         """The holders compute the call; the others get placeholders."""
@@ -424,3 +430,8 @@ class OwnerComputes(TorchFunctionMode):
 
     def _is_among(self, holders: Holders) -> bool:
         return holders is None or self._rank in holders
+
+
+def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers from a global generator."""
+    return kind_of(func) is FunctionKind.DRAWS and not is_drawing_of_own(kwargs)

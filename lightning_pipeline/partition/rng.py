@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -72,6 +73,23 @@ def set_global_states(device: torch.device, states: tuple[Any, ...]) -> None:
     random.setstate(of_python)
     if of_numpy is not None:
         sys.modules["numpy"].random.set_state(of_numpy)
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the global generators of Python, NumPy and torch, on the CPU and on `device`, to be compared."""
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    assert isinstance(keys, numpy.ndarray)
+    of_torch = [generator.get_state().numpy().tobytes() for generator in generators(device)]
+    return random.getstate(), (kind, keys.tobytes(), *rest), of_torch
+
+
+def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Set them to those of another rank."""
+    python, (kind, keys, *rest), of_torch = states
+    random.setstate(python)
+    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    for generator, state in zip(generators(device), of_torch, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 KEY = "device_random_state"

@@ -27,7 +27,7 @@ class DirectTransport:
     def __init__(self, transport: Transport | None, device: torch.device) -> None:
         self.rank, self.num_ranks = (transport.stage, transport.num_stages) if transport is not None else (0, 1)
         self._to_others = transport
-        self._device = device
+        self.device = device
 
     @property
     def _transport(self) -> Transport:
@@ -67,12 +67,12 @@ class DirectTransport:
     def receive(self, spec: TensorSpec, peer: int, what: str = "a value of a step") -> Tensor:
         """The next tensor from a rank; `what` names it in errors."""
         if spec.stride is None:
-            return self._transport.recv_object(peer, what).to(device_of(spec, self._device))
+            return self._transport.recv_object(peer, what).to(device_of(spec, self.device))
         meta = wire(spec)
         buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
         if buffer.numel():
             self._transport.receive_on_control(buffer, peer, what)
-        return laid_out(buffer.to(device_of(spec, self._device)), spec.stride)
+        return laid_out(buffer.to(device_of(spec, self.device)), spec.stride)
 
     def send_with_strides(self, tensor: Tensor, peer: int) -> None:
         """Send a tensor with its strides, which the receiver does not know.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -19,7 +17,7 @@ from lightning_pipeline.hooks.loader_changes import Change
 from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.partition.rng import generators
+from lightning_pipeline.partition.rng import random_states, set_random_states
 from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.recording.patched_torch import running_recording
@@ -37,23 +35,6 @@ _CPU = torch.device("cpu")
 
 Description = tuple[Layout, list[TensorSpec]]
 """A batch without data: its nesting with everything that is no tensor, and the specs of its tensors."""
-
-
-def random_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the global generators of Python, NumPy and torch, on the CPU and on `device`."""
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    assert isinstance(keys, numpy.ndarray)
-    of_torch = [generator.get_state().numpy().tobytes() for generator in generators(device)]
-    return random.getstate(), (kind, keys.tobytes(), *rest), of_torch
-
-
-def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
-    """Set them to those of another rank."""
-    python, (kind, keys, *rest), of_torch = states
-    random.setstate(python)
-    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-    for generator, state in zip(generators(device), of_torch, strict=True):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 class _Left(NamedTuple):

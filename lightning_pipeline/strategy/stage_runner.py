@@ -267,12 +267,18 @@ class StageRunner:
         replicas = self._session.replicas
         if replicas is not None and training:  # in evaluation they may have unequally many batches, and do not meet
             outside = self._stages.owner_computes
-            history = 0 if outside is None else outside.first_rank.history
-            gathered = replicas.gather_numbers(float(has_loss), signals, float(history))
+            first_rank = None if outside is None else outside.first_rank
+            history, drawn = (0, 0.0) if first_rank is None else (first_rank.history, first_rank.draws.digest())
+            gathered = replicas.gather_numbers(float(has_loss), signals, float(history), drawn)
             has_loss = any(found for found, *_ in gathered)
-            signals = merge(noted for _, noted, _ in gathered)
-            if outside is not None and len({history for *_, history in gathered}) > 1:
-                _refuse_parted(outside.first_rank.last_changed)
+            signals = merge(noted for _, noted, *_ in gathered)
+            if first_rank is not None:
+                if len({history for *_, history, _ in gathered}) > 1:
+                    _refuse_parted(first_rank.last_changed)
+                draws = first_rank.draws
+                if len({drawn for *_, drawn in gathered}) > 1:
+                    draws.follow(replicas.gather_objects(draws.drawn()))
+                draws.have_met()
         self._signals.act_on(signals, by_all=training or replicas is None)
         return has_loss
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
@@ -17,10 +19,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from tests.habits.checkpointing import folder_of
-from tests.habits.modules import Evaluated, Layers
+from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layers
 from tests.habits.table import EQUAL, error, habit
 
 PARTED = error(r"a hook has changed .* on one replica alone.*Let every rank run")
+DRAWN = error(r"one replica alone has drawn random numbers in a hook.*(first_rank|modules)\.py:\d+")
 
 
 @habit(plain=False, shows=False)  # the file is compared
@@ -523,3 +526,97 @@ class ExportsOnFirstRank(L.Callback):
             weights = {name: tensor.cpu() for name, tensor in pl_module.state_dict().items()}
             torch.save(weights, folder_of(pl_module) / "exported.pt")
         trainer.strategy.barrier()
+
+
+class Disturbed(Layers):
+    """Weights of all stages are disturbed at random by all ranks, after the first rank alone has drawn."""
+
+    def show(self) -> None:
+        if self.trainer.is_global_zero:
+            self.shown = torch.randint(5, (1,)).item(), random.randrange(5), np.random.randint(5)
+
+    @torch.no_grad()
+    def disturb(self) -> None:
+        for parameter in self.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        self.head.weight.add_(torch.randn(CLASSES, WIDTH), alpha=0.05)
+        self.layers[0].linear.weight.mul_(1 + 0.1 * random.random() + 0.1 * float(np.random.rand()))
+
+
+@habit(plain=False, shows=False)
+class DrawsOnFirstRankBetweenSteps(Disturbed):
+    """Then a step, and then a hook by which all replicas draw."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.show()
+
+    def on_train_epoch_end(self) -> None:
+        self.disturb()
+
+
+@habit(plain=False, shows=False, replicated=DRAWN)
+class DrawsOnFirstRankInEarlierHook(Disturbed):
+    """In a hook before."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.show()
+
+    def on_train_epoch_end(self) -> None:
+        self.disturb()
+
+
+@habit(plain=False, shows=False, replicated=DRAWN)
+class DrawsOnFirstRankThenAllInAskedHook(Disturbed):
+    """Then all ranks draw in a hook that asks for the rank as well."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.show()
+
+    def on_train_epoch_end(self) -> None:
+        self.is_shown = self.trainer.is_global_zero
+        self.layers[0].linear.weight.data.mul_(1 + 0.1 * random.random())
+
+
+@habit(plain=False, shows=False, replicated=DRAWN)
+class DrawsOnFirstRankInSameHook(Disturbed):
+    """In the same hook; torch's numbers alone, as all ranks then draw these."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.show()
+        with torch.no_grad():
+            self.head.weight.add_(torch.randn(CLASSES, WIDTH), alpha=0.1)
+            self.layers[0].linear.weight.add_(torch.randn(WIDTH, WIDTH), alpha=0.1)
+
+
+@habit(plain=False, shows=False, replicated=DRAWN)
+class SamplesOnFirstRank(Disturbed):
+    """The first rank alone shows what the model makes of noise."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            with torch.no_grad():
+                self.shown = self(torch.randn(2, WIDTH)).sum().item()
+        self.disturb()
+
+
+@habit(plain=False, shows=False, expect=error(r"the first rank alone has drawn random numbers.*first_rank\.py:\d+"))
+class DrawsOnFirstRankThenByPython(Disturbed):
+    """In the same hook, all ranks go on with Python's numbers, and nothing tells of those."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.show()
+        with torch.no_grad():
+            self.head.weight.mul_(1 + 0.1 * random.random())
+
+
+@habit(plain=False, shows=False, replicated=DRAWN)
+class OthersAloneDraw(Disturbed):
+    """All but the first rank draw, which one process never does."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not self.trainer.is_global_zero:
+            torch.rand(3), random.random(), np.random.rand()
+
+    def on_train_epoch_end(self) -> None:
+        self.disturb()
