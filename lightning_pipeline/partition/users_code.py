@@ -62,7 +62,7 @@ def users_line() -> str:
     """The innermost line that runs in the user's or a model library's code: ``"model.py:12: x = x + 1"``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame):
+        if is_users(frame) and frame.f_code.co_name != "__torch_function__":  # a mode passes on others' calls
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
             return f"{frame.f_code.co_filename}:{frame.f_lineno}: {line}"
         frame = frame.f_back

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.habits.modules import Evaluated, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 class Doubling(TorchFunctionMode):
@@ -101,3 +101,20 @@ class DeviceOverBatch(Layers):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.device_context.__exit__(None, None, None)
+
+
+@habit(
+    plain=False, shows=False, expect=error(r"backward.*not supported outside of steps.*self\.norm\(\)\.backward\(\)")
+)
+class RefusedUnderMode(Entering):
+    """An error names the line that the mode passes on, and not the mode's own."""
+
+    def norm(self) -> Tensor:
+        return self.layers[0].linear.weight.norm()
+
+    def on_train_start(self) -> None:
+        self.enter()
+        self.norm().backward()
+
+    def on_train_end(self) -> None:
+        self.leave()
