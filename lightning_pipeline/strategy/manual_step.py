@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +66,9 @@ class ManualStep:
             batch=self,
         )
         with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
-            with overridden() as override, self._in_part, self._attributes.noted():
+            is_alone = self._session.topology.num_stages == 1  # several stages keep the flags of micro-batches apart
+            dtype = _dtype_within(self._plugin.train_step_context()) if is_alone else nullcontext()
+            with dtype, overridden() as override, self._in_part, self._attributes.noted():
                 override(module, "log", self._log)
                 self._gradients.gather()
                 states, numbers = self._runner.run(work, microbatches)
@@ -137,3 +139,17 @@ class ManualStep:
         if len(found) < len(values):
             return None
         return self._runner.loss_of_batch(found, [state.num_samples for state in self._states.values()])
+
+
+@contextmanager
+def _dtype_within(context: AbstractContextManager[None]) -> Iterator[None]:
+    """While entered, the default dtype is that which a context sets. Micro-batches enter and leave such a context by
+    turns, and the dtype is the process's."""
+    before = torch.get_default_dtype()
+    with context:
+        within = torch.get_default_dtype()
+    torch.set_default_dtype(within)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.modules import WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import error, habit
 
 
@@ -500,3 +500,33 @@ class WeightedByLastLayerToggledAfter(WeightedByLastLayer):
         self.toggle_optimizer(optimizer)
         self.update(optimizer, (batch[0] - made).abs().mean())
         self.untoggle_optimizer(optimizer)
+
+
+@habit(plain=False, shows=False, trainer={"precision": "64-true"}, observed=["seen"])
+class NotesDefaultDtype(Evaluated):
+    """In double precision it is that throughout a step, and not after it."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def note(self, expected: torch.dtype = torch.float64) -> None:
+        assert torch.zeros(2).dtype is torch.get_default_dtype() is expected
+        self.seen.append(str(expected))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.note()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+        self.note()
+        optimizer.step()
+        self.note()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(torch.float32)
+
+    def on_fit_end(self) -> None:
+        self.note(torch.float32)
