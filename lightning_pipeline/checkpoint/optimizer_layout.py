@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ class OptimizerLayout:
         is_elementwise: the optimizer updates each element by itself, so a slice of a parameter has a slice of state.
         groups: parameter names of each group, over the whole model.
         dtypes: name to dtype of each parameter, in the optimizer's own order.
+        notes: what its constructor has noted in the states of parameters, beside tensors.
 
     Raises:
         ValueError: the optimizer holds a tensor that is not a parameter of the module.
@@ -67,7 +69,7 @@ class OptimizerLayout:
         self.groups: list[list[str]] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self._given: list[dict[str, Any]] = []  # the user's values of options that had to change, by group
-        self._notes: list[dict[str, Any]] = []  # what its constructor has noted, by place
+        self.notes: dict[nn.Parameter, dict[Any, Any]] = {}
         self.note_new_groups(module)
 
     def note_new_groups(self, module: nn.Module) -> None:
@@ -76,7 +78,7 @@ class OptimizerLayout:
         if now == before:
             return
         if now[: len(before)] != before:
-            self.groups, self.dtypes, self._given, self._notes = [], {}, [], []
+            self.groups, self.dtypes, self._given = [], {}, []
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for index, group in enumerate(self.optimizer.param_groups[len(self.groups) :], start=len(self.groups)):
             missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
@@ -89,7 +91,10 @@ class OptimizerLayout:
             self.groups.append(group_names)
             self._given.append({})
             self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
-            self._notes += (_notes_in(self.optimizer.state.get(parameter)) for parameter in group["params"])
+            state = self.optimizer.state
+            if type(state) in (dict, defaultdict):  # to hooks, what stands for it may be in parts
+                found = {parameter: _notes_in(state.get(parameter)) for parameter in group["params"]}
+                self.notes.update((parameter, notes) for parameter, notes in found.items() if notes)
         self._keep_kinds_apart()
 
     def rename(self, names: Mapping[int, str]) -> dict[str, str]:
@@ -129,10 +134,8 @@ class OptimizerLayout:
         if self.keeps_all:
             return
         state: dict[Any, Any] = self.optimizer.state
-        noted = {parameter: notes for (_, parameter), notes in zip(self.parameters(), self._notes, strict=True)}
         for parameter in [parameter for parameter in state if is_absent(parameter)]:
-            notes = noted.get(parameter)
-            if notes:
+            if notes := self.notes.get(parameter):
                 state[parameter] = {key: state[parameter].get(key, note) for key, note in notes.items()}
             else:
                 del state[parameter]
@@ -148,6 +151,8 @@ class OptimizerLayout:
             group["params"][:] = [new.get(parameter, parameter) for parameter in group["params"]]
         self._keep_kinds_apart()
         for parameter, sharded in new.items():
+            if notes := self.notes.pop(parameter, None):
+                self.notes[sharded] = notes
             state = self.optimizer.state.pop(parameter, None)
             if state is not None:
                 self.optimizer.state[sharded] = self._sharded(state, sharded)
@@ -221,7 +226,7 @@ class OptimizerLayout:
         saved_state = state_dict["state"]
         saved_ids = list(chain.from_iterable(group["params"] for group in saved_groups))
         names = dict(zip(saved_ids, self.names, strict=True))
-        notes = dict(zip(saved_ids, self._notes, strict=True))
+        notes = {key: self.notes.get(one, {}) for key, (_, one) in zip(saved_ids, self.parameters(), strict=True)}
         state: dict[Any, Any] = {}
         for key, value in saved_state.items():
             if key not in names or self.keeps_all:
@@ -261,7 +266,7 @@ class OptimizerLayout:
 
 
 def _notes_in(state: Any) -> dict[Any, Any]:
-    """What is noted in a parameter's state, None if it has none."""
+    """What is noted in a parameter's state; None stands for no state."""
     return {key: value for key, value in state.items() if isinstance(value, _NOTES)} if isinstance(state, dict) else {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
 from lightning_pipeline.partition.users_code import users_line
 
+NotesOf = Callable[[Optimizer], Mapping[Any, Mapping[Any, Any]]]
+
 
 class OptimizerStates:
     """Answers for ``optimizer.state`` outside of steps. All ranks must make the same calls.
@@ -25,11 +27,13 @@ class OptimizerStates:
     Attributes:
         optimizers: of the run.
         are_shared_out: whether a rank may have only a part of the state of what it holds.
+        notes_of: what an optimizer's constructor has noted in the state of each parameter, which every rank keeps.
     """
 
     def __init__(self, exchanges: Exchanges, keys: TensorKeys, rank: int) -> None:
         self.optimizers: Iterable[Optimizer] = ()
         self.are_shared_out = False
+        self.notes_of: NotesOf = lambda optimizer: {}
         self._exchanges = exchanges
         self._keys = keys
         self._rank = rank
@@ -59,7 +63,7 @@ class OptimizerStates:
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS):  # which every rank runs over all parameters, so its state is whole
                 continue
-            whole = _WholeState(optimizer, self._completed)
+            whole = _WholeState(optimizer, self._completed, self.notes_of)
             try:
                 optimizer.state = whole
             except AttributeError as error:
@@ -118,10 +122,16 @@ class _WholeState(defaultdict[Any, Any]):
         own: this rank's part.
     """
 
-    def __init__(self, optimizer: Optimizer, complete: Callable[[Optimizer, dict[Any, Any]], dict[Any, Any]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        complete: Callable[[Optimizer, dict[Any, Any]], dict[Any, Any]],
+        notes_of: NotesOf,
+    ) -> None:
         super().__init__(dict)
         self.own = optimizer.state
         self._optimizer = optimizer
+        self._notes_of = notes_of
         self._complete: Callable[[Optimizer, dict[Any, Any]], dict[Any, Any]] | None = complete
 
     def use(self) -> None:
@@ -135,6 +145,10 @@ class _WholeState(defaultdict[Any, Any]):
         """This rank's part, with what the hook has done to it."""
         if self._complete is None:
             here = {key: value for key, value in dict.items(self) if type(key) is not Placeholder}
+            for key, notes in self._notes_of(self._optimizer).items():
+                now = dict.get(self, key)
+                if type(key) is Placeholder and isinstance(now, dict):
+                    here[key] = {name: now[name] for name in notes if name in now}
             self.own.clear()
             self.own.update(here)
             for value in (one for state in here.values() if isinstance(state, dict) for one in state.values()):

@@ -54,6 +54,7 @@ def installed(session: Session) -> ExitStack:
             in_parts = strategy.save_distributed_checkpoint
             follow_hooks(module, owner_computes, override, gathers_nothing=in_parts)
             owner_computes.states.optimizers = session.optimizers.optimizers
+            owner_computes.states.notes_of = session.optimizers.notes_of
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
             stack.enter_context(follow_first_rank(module, override))

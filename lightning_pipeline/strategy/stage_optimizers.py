@@ -106,6 +106,10 @@ class StageOptimizers:
         """The layout of an optimizer, or of Lightning's wrapper around it."""
         return self._layouts[inner(optimizer)]
 
+    def notes_of(self, optimizer: Optimizer) -> dict[nn.Parameter, dict[Any, Any]]:
+        """What an optimizer's constructor has noted in the state of each parameter."""
+        return self._layouts[optimizer].notes if optimizer in self._layouts else {}
+
     def rename(self, names: Mapping[int, str]) -> None:
         """Take in the names that parameters have now, by their ids."""
         for layout in self:

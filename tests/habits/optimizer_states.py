@@ -411,7 +411,7 @@ class GroupsClearedAndAddedAnew(Layers):
             optimizer.add_param_group({"params": list(self.layers.parameters())})
 
 
-@habit(observed=["mean"], shows=False)
+@habit(observed=["mean"], plain=False, shows=False)
 class OptimizesNothing(Layers):
     """Statistics of the features are gathered, and there is no optimizer (anomalib's PaDiM)."""
 

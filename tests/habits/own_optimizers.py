@@ -139,9 +139,12 @@ class Signed(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                gradient = parameter.grad
-                is_matrix = self.state[parameter]["is_matrix"]
-                update = gradient / (gradient.norm() + 1e-7) if is_matrix else gradient.sign()
+                gradient, state = parameter.grad, self.state[parameter]
+                if "mean" not in state:
+                    state["step"], state["mean"] = 0, torch.zeros_like(gradient)
+                state["step"] += 1
+                mean = state["mean"].lerp_(gradient, 0.1)
+                update = mean / (mean.norm() + 1e-7) if state["is_matrix"] else mean.sign()
                 parameter.add_(update, alpha=-group["lr"])
         return loss
 
@@ -155,6 +158,22 @@ class NotesKinds(Layers):
 @habit(calls=("fit", "validate", "fit"), shows=False)
 class NotesKindsInTwoRuns(Evaluated):
     configure_optimizers = NotesKinds.configure_optimizers
+
+
+@habit(observed=["seen"], plain=False, shows=False)
+class NotesKindsReadInHooks(NotesKinds):
+    """Hooks read the notes, and turn them round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        states = self.trainer.optimizers[0].state
+        self.seen += (states[parameter]["is_matrix"] for parameter in self.parameters())
+        if self.current_epoch == 1:
+            for state in states.values():
+                state["is_matrix"] = not state["is_matrix"]
 
 
 class Counting(torch.optim.SGD):
