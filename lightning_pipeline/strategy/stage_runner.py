@@ -18,6 +18,7 @@ from lightning_pipeline.partition.batches import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
 
 from .._lightning import rank_zero_info, rank_zero_warn
+from .group_settings import digest_of_groups, refuse_other_settings
 from .hooks import hooks_see_gradients
 from .lightning_private import total_batches
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
@@ -139,7 +140,12 @@ class StageRunner:
             seed=self.training_seed(),
         )
         with self._session.optimizers.refused_in("training_step"):
-            states, numbers = self.run(work, microbatches, lambda: [float(is_sum)])
+            used = list(self._session.optimizers.optimizers)
+            settings = digest_of_groups(used)
+            states, numbers = self.run(work, microbatches, lambda: [float(is_sum), settings])
+        if len({settings for _, settings, *_ in numbers}) > 1:
+            assert self._session.transport is not None  # there are several stages
+            refuse_other_settings(used, self._session.transport)
         sizes = [state.num_samples for state in states]
         self.peak_live = max(self.peak_live, self._stages.pipeline.peak_live)
         self.show_summary(sizes, accumulate)

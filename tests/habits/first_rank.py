@@ -620,3 +620,23 @@ class OthersAloneDraw(Disturbed):
 
     def on_train_epoch_end(self) -> None:
         self.disturb()
+
+
+@habit(
+    plain=False,
+    shows=False,
+    expect=error(r"param_groups\[0\]\['lr'\] of SGD is 0\.05 on stage 0 .*, 0\.1 on stage 1 .*Let every rank set it"),
+    reversed=error(r"param_groups\[0\]\['lr'\] of SGD is .*Let every rank set it"),
+)
+class CountedOnFirstRankForSchedule(Layers):
+    """A count that the first rank alone keeps sets the learning rate."""
+
+    epochs = 0
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.epochs += 1
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1 / (1 + self.epochs)
