@@ -70,22 +70,23 @@ class PipelineRebalance(Callback):
         if len(self._steps) < self.num_steps or self.rebalance is not None or pipeline.num_ranks == 1:
             return
         assert transport is not None  # there are several stages
-        device = strategy.root_device
-        timelines = [gather_spans(spans, transport) for spans in self._steps]
-        own_speed = torch.tensor(astuple(measured_speed(device, dtype_of(pl_module))), dtype=torch.float64)
-        of_ranks = transport.all_gather_vector(own_speed, "how fast each rank is").tolist()
+        with strategy.aside():  # the ranks exchange measurements, while only the first one computes
+            device = strategy.root_device
+            timelines = [gather_spans(spans, transport) for spans in self._steps]
+            own_speed = torch.tensor(astuple(measured_speed(device, dtype_of(pl_module))), dtype=torch.float64)
+            of_ranks = transport.all_gather_vector(own_speed, "how fast each rank is").tolist()
 
-        def decide() -> Rebalance:
-            schedule = recorded_schedule(timelines[-1], pipeline.placement)
-            measured = measured_costs(timelines, pipeline.placement)
-            microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
-            estimate = partial(estimate_training_step, pl_module, microbatch, device)
-            with without_side_effects(pl_module, device):
-                costs, speeds = estimate_on_ranks(estimate, [DeviceSpeed(*figures) for figures in of_ranks])
-            return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, speeds=speeds)
+            def decide() -> Rebalance:
+                schedule = recorded_schedule(timelines[-1], pipeline.placement)
+                measured = measured_costs(timelines, pipeline.placement)
+                microbatch = microbatches_of(batch, pipeline.num_microbatches, pl_module)[0]
+                estimate = partial(estimate_training_step, pl_module, microbatch, device)
+                with without_side_effects(pl_module, device):
+                    costs, speeds = estimate_on_ranks(estimate, [DeviceSpeed(*figures) for figures in of_ranks])
+                return rebalance(costs, pipeline.recorder.calls.stages.exact, measured, schedule, speeds=speeds)
 
-        # Each pipeline decides by itself: replicas may see usual batches in different steps.
-        self.rebalance = on_all_ranks(
-            decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
-        )
+            # Each pipeline decides by itself: replicas may see usual batches in different steps.
+            self.rebalance = on_all_ranks(
+                decide, lambda found: transport.broadcast_object(found, 0, "a better cut"), decides=pipeline.rank == 0
+            )
         rank_zero_info(f"PipelineRebalance: {self.rebalance}")
