@@ -53,10 +53,25 @@ def run_by_position(
             end()
 
     with called_through(root, call), _without_reentrant_checkpoints():
-        loss = step(batch)
+        with graphs_kept():
+            loss = step(batch)
         is_forward = False
         if loss is not None and loss.grad_fn is not None:
             _run_backward(loss, sequence, begin_backward)
+
+
+@contextmanager
+def graphs_kept() -> Iterator[None]:
+    """While entered, `torch.autograd.grad` lets no graph go: a step may call it after a backward that is not run here,
+    but once for all at the end.
+    """
+
+    def run(outputs: Any, gradients: Any, retain_graph: bool, *args: Any, **kwargs: Any) -> Any:
+        return _torch.run_backward(outputs, gradients, True, *args, **kwargs)
+
+    with overridden() as override:
+        override(torch.autograd, "_engine_run_backward", run)
+        yield
 
 
 def _run_backward(loss: Tensor, sequence: list[int], begin: Callable[[int], None]) -> None:

@@ -25,7 +25,7 @@ from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.partition.compiled import is_compiled
 from lightning_pipeline.partition.stage_map import resolve
-from lightning_pipeline.planning.observing import Step, gradients_apart
+from lightning_pipeline.planning.observing import Step, gradients_apart, graphs_kept
 from lightning_pipeline.planning.plan import StagePlan
 from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
@@ -174,6 +174,8 @@ class TrialSteps:
         """Seconds of steps of each plan on the slowest rank. The plans take turns, so that other load on the machine
         slows all of them. All ranks of the pipeline must call it."""
         with gradients_apart(self._module), ExitStack() as patched:
+            if not getattr(self._module, "automatic_optimization", True):
+                patched.enter_context(graphs_kept())
             tried = [self._pipeline(plan) for plan in plans]
             for one in tried:
                 patched.enter_context(one.pipeline.recorder.patched())
