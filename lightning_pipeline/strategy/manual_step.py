@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pipeline.engine.microbatch import Microbatch
-from lightning_pipeline.engine.own_attributes import OwnAttributes
 from lightning_pipeline.engine.suspended import Suspended, running_step
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.overrides import overridden
 
 from .hooks import has_hook
 from .manual import Closure, batch_calls_met
+from .own_attributes import OwnAttributes
 from .own_backward import backward_of
 from .stage_runner import explain_single_sample, result_of
 
@@ -44,7 +44,7 @@ class ManualStep:
         self._runner = session.runner
         self._gradients = session.stages.gradients
         self._args = args
-        self._attributes = OwnAttributes(shared=Metric)
+        self._attributes = OwnAttributes(session.module, shared=Metric)
         self.turn, self.end = self._attributes.turn, self._attributes.end
         self._in_part = ExitStack()  # of what is entered while micro-batches run
         # Each micro-batch's step has a thread of its own, by which `self.log` finds the micro-batch.

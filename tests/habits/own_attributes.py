@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -51,6 +52,31 @@ class PairKeptOnSelf(ByHand):
         self.loss_of_judge = self.judged(self.real, self.fake.detach(), False)
         self.update(1, self.loss_of_judge)
         self.log_dict({"generator": self.loss_of_generator, "judge": self.loss_of_judge})
+
+
+@dataclasses.dataclass
+class Pair:
+    real: Any = None
+    fake: Any = None
+    count: int = 0
+
+
+@habit(plain=False, observed=["counts"])
+class PairInDictionaryAndRecord(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.losses, self.counts = Pair(), dict[str, Any](), {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.pair.real, _ = batch
+        self.pair.fake = self.features(self.pair.real)
+        self.counts["steps"] += 1
+        self.losses["generator"] = self.judged(self.pair.real, self.pair.fake, True)
+        self.update(0, self.losses["generator"])
+        self.losses["judge"] = self.judged(self.pair.real, self.pair.fake.detach(), False)
+        self.counts["steps"] += 1
+        self.update(1, self.losses["judge"])
+        self.log_dict(self.losses)
 
 
 class Caching(Layer):

@@ -8,15 +8,17 @@ find what the last one has kept::
 
 So an attribute that a micro-batch has set is what it has set when it goes on. Until then it finds what the others have
 left, as one micro-batch does after another, and numbers to which each adds the same count on. Where it cannot be told
-what is meant, the step is refused.
+what is meant, the step is refused. Entries of the LightningModule's dictionaries and plain records are treated alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import is_dataclass
+from functools import cache, wraps
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -26,53 +28,59 @@ from lightning_pipeline.engine.suspended import running_step
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.users_code import users_line
 
+from .._lightning import LightningModule
+
 _NONE = object()
 """An attribute that there is not."""
 
 
 class _Place(NamedTuple):
-    module: int  # its id
-    name: str
+    space: int  # its id
+    name: Any
 
 
 class _Attribute:
-    """An attribute that a step has set.
+    """An attribute of a module, or an entry of a dictionary, that a step has set.
 
     Attributes:
+        space: the dictionary that has it.
+        owner: what that is of, for errors.
+        line: of the user's code, which first set it, if that is known.
         before: what it was before the step.
-        line: of the user's code, which first set it.
+        start: the same, or else what its class has.
         turns: of each micro-batch that has set it, the turns in which it did.
         is_put_back: the first micro-batch has set it and then put back what it was.
         is_sum: each micro-batch has added the same to a number.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module, self.name = module, name
-        self.before = self.value
-        self.line = users_line()
+    def __init__(self, space: dict[Any, Any], name: Any, before: Any, start: Any, owner: str, line: str) -> None:
+        self.space, self.name, self.owner, self.line = space, name, owner, line
+        self.before, self.start = before, start
         self.turns: dict[int, set[int]] = {}
         self.is_put_back = self.is_sum = False
 
     @property
     def value(self) -> Any:
-        return vars(self.module).get(self.name, _NONE)
+        return self.space.get(self.name, _NONE)
 
     def put(self, value: Any) -> None:
         if value is _NONE:
-            vars(self.module).pop(self.name, None)
+            self.space.pop(self.name, None)
         else:
-            vars(self.module)[self.name] = value
+            self.space[self.name] = value
 
 
 class OwnAttributes:
     """The attributes of modules that the micro-batches of one step have set.
 
     Args:
+        root: of whose attributes the dictionaries, and the plain objects, are looked at, too.
         shared: types of modules whose attributes are no micro-batch's own, such as metrics, which sum over all.
     """
 
-    def __init__(self, shared: type | tuple[type, ...] = ()) -> None:
+    def __init__(self, root: nn.Module, shared: type | tuple[type, ...] = ()) -> None:
         self._shared = shared
+        self._spaces = _spaces_of(root)
         self._attributes: dict[_Place, _Attribute] = {}
         self._own: dict[int, dict[_Place, Any]] = {}
         self._num_turns: dict[int, int] = {}
@@ -89,11 +97,11 @@ class OwnAttributes:
         set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
 
         def noting_set(module: nn.Module, name: str, value: Any) -> None:
-            self._note(module, name)
+            self._note_attribute(module, name)
             set_attribute(module, name, value)
 
         def noting_delete(module: nn.Module, name: str) -> None:
-            self._note(module, name)
+            self._note_attribute(module, name)
             delete_attribute(module, name)
 
         with overridden() as override:
@@ -121,9 +129,14 @@ class OwnAttributes:
             if attribute.value is not value and not attribute.is_sum:
                 attribute.put(value)
         self._num_turns[index] = self._num_turns.get(index, 0) + 1
+        before = [(owner, space, dict(space)) for owner, space in self._spaces]
         try:
             yield
         finally:
+            for owner, space, entries in before:
+                for name in space.keys() | entries.keys():
+                    if space.get(name, _NONE) is not (was := entries.get(name, _NONE)):
+                        self._note(_Attribute(space, name, was, was, owner, ""))
             for place, attribute in self._attributes.items():
                 if index in attribute.turns:
                     self._own[index][place] = attribute.value
@@ -136,22 +149,24 @@ class OwnAttributes:
         own = self._own[index]
         self._own[index] = {place: value for place, value in own.items() if type(value) in (int, float)}
 
-    def _note(self, module: nn.Module, name: str) -> None:
+    def _note_attribute(self, module: nn.Module, name: str) -> None:
         if running_step() is None or isinstance(module, self._shared):
             return
-        place = _Place(id(module), name)
-        attribute = self._attributes.get(place)
-        if attribute is None:
-            attribute = self._attributes[place] = _Attribute(module, name)
+        if (attribute := self._attributes.get(_Place(id(vars(module)), name))) is None:
+            before = vars(module).get(name, _NONE)
+            start = getattr(type(module), name, None) if before is _NONE else before
+            line = "" if name == "training" else users_line()  # of all modules, by `eval`
+            attribute = _Attribute(vars(module), name, before, start, f"a {type(module).__name__}", line)
+        self._note(attribute)
+
+    def _note(self, attribute: _Attribute) -> None:
+        attribute = self._attributes.setdefault(_Place(id(attribute.space), attribute.name), attribute)
         attribute.turns.setdefault(self._running, set()).add(self._num_turns[self._running])
 
     def _find_sums(self) -> None:
         """All micro-batches have come to their next synchronization point."""
         for place, attribute in self._attributes.items():
-            before = attribute.before
-            if before is _NONE:  # its class may have it
-                before = getattr(type(attribute.module), attribute.name, None)
-            values = [before, *(own.get(place) for own in self._own.values())]
+            values = [attribute.start, *(own.get(place) for own in self._own.values())]
             if len(values) > 2 and all(type(value) in (int, float) for value in values):
                 steps = {later - value for value, later in pairwise(values)}
                 attribute.is_sum |= len(steps) == 1 and steps != {0}
@@ -210,7 +225,24 @@ _WAY_OUT = (
 
 
 def _told(attribute: _Attribute) -> str:
-    return f"the training_step sets {attribute.name!r} of a {type(attribute.module).__name__} ({attribute.line})"
+    line = f" ({attribute.line})" if attribute.line else ""
+    return f"the training_step sets {attribute.name!r} of {attribute.owner}{line}"
+
+
+@cache
+def _names_of_lightning() -> frozenset[str]:
+    return frozenset(vars(LightningModule()))
+
+
+def _spaces_of(root: nn.Module) -> list[tuple[str, dict[Any, Any]]]:
+    """The dictionaries and plain records that a module's attributes are, with their names."""
+    found: list[tuple[str, dict[Any, Any]]] = []
+    for name, value in vars(root).items():
+        if name not in _names_of_lightning() and isinstance(value, dict):
+            found.append((f"self.{name}", value))
+        elif type(value) is SimpleNamespace or (is_dataclass(value) and not isinstance(value, (nn.Module, type))):
+            found.append((f"self.{name}", getattr(value, "__dict__", {})))
+    return found
 
 
 def _is_same(value: Any, other: Any) -> bool:
