@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -183,6 +183,14 @@ class Event:
         """Whether gradients go back through it."""
         specs = [*self.result.tensors, *(spec for _, spec, _ in self.writes)]
         return any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in specs)
+
+    def gives_gradient_to(self, slot: int, wanted: Container[int]) -> bool:
+        """Whether gradients of some values go back through it to an operand."""
+        if not self.result.unreached:
+            return any(value in wanted for value in self.made())
+        reached = [value for place, value in enumerate(self.outputs) if (place, slot) not in self.result.unreached]
+        reached += [value for _, _, value in self.writes]
+        return any(value in wanted for value in reached if value is not None)
 
     def num_gradients(self, slot: int) -> int:
         """How often gradients go back to an operand."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import types
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
@@ -47,6 +47,7 @@ class Result:
         draws: how often random numbers are drawn in it, where it is made of other functions.
         repeats: the arguments to which gradients go back several times, as to the weights of a recurrent layer, each
             with how often.
+        unreached: pairs of a result and an argument to which no gradient goes back from it, though both have gradients.
         begins: for each new tensor, how many bytes after the memory that it shares, or is new, past a multiple of 64.
     """
 
@@ -56,6 +57,7 @@ class Result:
     writes: tuple[tuple[int, TensorSpec], ...]
     draws: int = 0
     repeats: tuple[tuple[int, int], ...] = ()
+    unreached: tuple[tuple[int, int], ...] = ()
     begins: tuple[int, ...] = ()
 
 
@@ -380,18 +382,35 @@ def _result(
         if argument._version != version or TensorSpec.of(argument) != spec or number in written
     )
     begins = tuple(0 if id(one) in numbers else offset_of(one) for one in made)
-    return Result(layout, tuple(tensors), tuple(shares), writes, repeats=_repeats(made, arguments), begins=begins)
-
-
-def _repeats(made: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """The arguments to which several edges of a call's graph lead, each with their number."""
-    if not any(tensor.requires_grad for tensor in made):
-        return ()
     givers = [(number, one) for number, one in enumerate(arguments) if one.requires_grad and not one.is_inference()]
     ends = {number: get_gradient_edge(one) for number, one in givers}
+    return Result(
+        layout,
+        tuple(tensors),
+        tuple(shares),
+        writes,
+        repeats=tuple((number, count) for number, count in _counts(made, ends).items() if count > 1),
+        unreached=_unreached(made, {number: edge for number, edge in ends.items() if number not in dict(writes)}),
+        begins=begins,
+    )
+
+
+def _counts(made: Sequence[Tensor], ends: Mapping[int, GradientEdge]) -> dict[int, int]:
+    """How many edges of a call's graph lead to each of its arguments."""
+    if not any(tensor.requires_grad for tensor in made):
+        return {}
     counts = Counter((edge.node, edge.output_nr) for _, _, edge in edges_before(made, ends.values()))
-    found = ((number, counts[edge.node, edge.output_nr]) for number, edge in ends.items())
-    return tuple((number, count) for number, count in found if count > 1)
+    return {number: counts[edge.node, edge.output_nr] for number, edge in ends.items()}
+
+
+def _unreached(made: Sequence[Tensor], ends: Mapping[int, GradientEdge]) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (place, number)
+        for place, tensor in enumerate(made)
+        if tensor.requires_grad
+        for number, count in _counts([tensor], ends).items()
+        if not count
+    )
 
 
 def written_by_array(tensor: Tensor, content: Tensor) -> None:

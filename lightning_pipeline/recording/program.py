@@ -280,8 +280,9 @@ class Program:
         wanted = {value for value in values if self.specs[value].requires_grad}
         for event in reversed(self.events):
             if any(value in wanted for value in event.made()):
-                for value, spec in zip(event.inputs, event.specs, strict=True):
-                    if type(value) is int and self.specs.get(value, spec).requires_grad:
+                for slot, (value, spec) in enumerate(zip(event.inputs, event.specs, strict=True)):
+                    is_giver = type(value) is int and self.specs.get(value, spec).requires_grad
+                    if is_giver and event.gives_gradient_to(slot, wanted):
                         wanted.add(value)
         return frozenset(wanted)
 
@@ -303,8 +304,11 @@ class Program:
         """Whether a strand that comes to a visit is used, there or later, in what the loss is computed from."""
         plan = self.visits[visit]
         for (number, value), used in plan.operands.items():
-            if used == strand and value == strand.value and any(made in wanted for made in self.events[number].made()):
-                return True
+            event = self.events[number]
+            if used == strand and value == strand.value:
+                slots = (slot for slot, operand in enumerate(event.inputs) if operand == value)
+                if any(event.gives_gradient_to(slot, wanted) for slot in slots):
+                    return True
         sent = [strand_out for strand_out, source in plan.sends.items() if source == strand]
         sent += [fork.strand for fork in plan.forks if fork.source == strand]
         return any(self._is_wanted(one, visit + 1, wanted) for one in dict.fromkeys(sent))

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
-from tests.habits.modules import Layers, Noting
+from tests.habits.modules import WIDTH, Layers, Noting
 from tests.habits.table import habit
 
 
@@ -279,3 +279,36 @@ class EmptyWhereUnread(Layers):
         chosen = torch.where(torch.ones(h.shape, dtype=torch.bool), h, nothing)
         angles = torch.distributions.VonMises(h.detach().mean(-1).tanh(), torch.ones(len(h))).sample()
         return F.cross_entropy(self.head(chosen + angles[:, None].to(h.device) * 0.01), y)
+
+
+@habit()
+class ShapesOfUnusedLayers(Layers):
+    """Layers that give others their shape or dtype alone get no gradients, and with them no decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.layers[0](x)
+        unused = self.layers[3](self.layers[1](h))
+        scale = self.scale.expand_as(unused).type_as(unused).to(unused) * x.flatten().view_as(unused)
+        return F.cross_entropy(self.head(h + self.layers[2](scale.flatten().reshape_as(unused))), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, weight_decay=0.1)
+
+
+@habit()
+class OneOfTwoResultsUnused(Layers):
+    """What makes a result that nobody uses gets no gradients, though the same call gives one that is used."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.layers[0](x)
+        rows, _ = torch.meshgrid(h.mean(1), self.layers[3](self.layers[1](h)).mean(0), indexing="ij")
+        return F.cross_entropy(self.head(self.layers[2](rows * x)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1, weight_decay=0.1)
