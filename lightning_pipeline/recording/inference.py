@@ -382,8 +382,10 @@ def _result(
         if argument._version != version or TensorSpec.of(argument) != spec or number in written
     )
     begins = tuple(0 if id(one) in numbers else offset_of(one) for one in made)
-    givers = [(number, one) for number, one in enumerate(arguments) if one.requires_grad and not one.is_inference()]
-    ends = {number: get_gradient_edge(one) for number, one in givers}
+    ends: dict[int, GradientEdge] = {}
+    if any(tensor.requires_grad for tensor in made):
+        givers = [(number, one) for number, one in enumerate(arguments) if one.requires_grad and not one.is_inference()]
+        ends = {number: get_gradient_edge(one) for number, one in givers}
     return Result(
         layout,
         tuple(tensors),
@@ -397,8 +399,6 @@ def _result(
 
 def _counts(made: Sequence[Tensor], ends: Mapping[int, GradientEdge]) -> dict[int, int]:
     """How many edges of a call's graph lead to each of its arguments."""
-    if not any(tensor.requires_grad for tensor in made):
-        return {}
     counts = Counter((edge.node, edge.output_nr) for _, _, edge in edges_before(made, ends.values()))
     return {number: counts[edge.node, edge.output_nr] for number, edge in ends.items()}
 
