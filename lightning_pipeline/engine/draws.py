@@ -84,8 +84,20 @@ class GeneratorInSteps:
         step.num_draws = _number_of(seed)
         return torch.default_generator
 
+    def initial_seed(self) -> int:
+        step = _running()
+        if step is not None:
+            step.seed_draw(step.num_draws)
+        return torch.default_generator.initial_seed()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.default_generator, name)
+
+
+def forget_states() -> None:
+    """Forget the generator's states that steps of a run have taken."""
+    _states.by_content.clear()
+    _states.by_number.clear()
 
 
 def _content(state: Tensor) -> bytes:

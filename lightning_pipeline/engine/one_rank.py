@@ -7,9 +7,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_pipeline import _torch
 from lightning_pipeline.engine.draws import CountedDraws, Draws
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.microbatch import Microbatch
@@ -33,13 +35,23 @@ class _ByHand(CountedDraws):
         name = function_name(func)
         if name == "grad.__set__" and isinstance(args[0], nn.Parameter) and args[1] is not None:
             _refuse_written_gradient()
-        is_write = kind_of(func) is FunctionKind.WRITES and name not in _SAME_AGAIN
-        if is_write and isinstance(args[0], Tensor) and args[0] in self._gradients:
-            _refuse_written_gradient()
+        if self._gradients and name not in _SAME_AGAIN:
+            written = [args[0]] if kind_of(func) is FunctionKind.WRITES or name.startswith("_foreach_") else []
+            if self._shares_gradient(written) or self._shares_gradient(kwargs.get("out") if kwargs else None):
+                _refuse_written_gradient()
         found = super().__torch_function__(func, types, args, kwargs)
         if name == "grad.__get__" and found is not None and isinstance(args[0], nn.Parameter):
             self._gradients[found] = None
         return found
+
+    def _shares_gradient(self, written: Any) -> bool:
+        """Whether a call writes into memory of gradients that the step has read."""
+        tensors = [one for one in tree.leaves(written) if isinstance(one, Tensor)]
+        if not tensors:
+            return False
+        with _torch.DisableTorchFunction():
+            memory = {_torch.storage_id(one) for one in self._gradients if one.layout is torch.strided}
+            return any(one.layout is torch.strided and _torch.storage_id(one) in memory for one in tensors)
 
 
 def _refuse_written_gradient() -> NoReturn:
@@ -49,7 +61,7 @@ def _refuse_written_gradient() -> NoReturn:
     )
 
 
-_SAME_AGAIN = frozenset(("zero_", "fill_", "copy_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
+_SAME_AGAIN = frozenset(("zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
 """Functions that change nothing when they are called again."""
 
 

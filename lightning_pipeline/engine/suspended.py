@@ -275,6 +275,9 @@ class BatchWork(Protocol):
     def turn(self, index: int) -> AbstractContextManager[None]:
         """Entered around a part of a micro-batch's own Python."""
 
+    def pause(self, index: int) -> None:
+        """Called when a micro-batch's step has come to where it waits for the others."""
+
     def end(self, index: int) -> None:
         """Called when a micro-batch's step has ended."""
 
@@ -362,8 +365,7 @@ class Parts:
             one = self._states[len(self._meetings)]
             with self._resumed(one), self._work.turn(one.index):
                 meeting = self._go_on(self._steps[one.index])
-            if meeting.what == STEP_ENDS:
-                self._work.end(one.index)
+            (self._work.end if meeting.what == STEP_ENDS else self._work.pause)(one.index)
             first = self._meetings[0] if self._meetings else meeting
             if meeting.calls != first.calls:
                 raise RuntimeError(_differing(first, meeting, one.index))

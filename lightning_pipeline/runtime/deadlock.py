@@ -71,11 +71,12 @@ class Waits:
 
     def add(self, streams: Mapping[tuple[int, int], Stream]) -> None:
         """Watch a transport's streams, by (rank, number). All ranks add theirs in the same order."""
-        self._streams = {key: stream for key, stream in self._streams.items() if not stream.is_closed}
+        watched = {key: stream for key, stream in self._streams.items() if not stream.is_closed}
         for (rank, number), stream in streams.items():
             stream.route = f"{self._num_transports}/{number}"
-            self._streams[rank, stream.route] = stream
+            watched[rank, stream.route] = stream
         self._num_transports += 1
+        self._streams = watched  # at once, as another thread looks
 
     @contextmanager
     def for_message(self, what: str, rank: int, route: str) -> Iterator[None]:
@@ -83,11 +84,11 @@ class Waits:
         if threading.get_ident() != self._thread:
             yield
             return
-        self._current = _Wait(what, rank, route)
+        around, self._current = self._current, _Wait(what, rank, route)
         try:
             yield
         finally:
-            self._current = None
+            self._current = around
 
     @contextmanager
     def for_all(self, what: str) -> Iterator[None]:
@@ -96,11 +97,11 @@ class Waits:
             yield
             return
         self._num_for_all += 1
-        self._current = _Wait(f"{what} with")
+        around, self._current = self._current, _Wait(f"{what} with")
         try:
             yield
         finally:
-            self._current = None
+            self._current = around
 
     # -- in a thread of its own ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.draws import GeneratorInSteps
+from lightning_pipeline.engine.draws import GeneratorInSteps, forget_states
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.recording.patched_layers import fast_paths_open
 
@@ -62,6 +62,7 @@ def installed(session: Session) -> ExitStack:
         elif session.optimizers.are_shared_out:
             refuse_states_in_hooks(module, session.optimizers.refused_in, override)
         override(torch.random, "default_generator", GeneratorInSteps())
+        stack.callback(forget_states)
         if not session.is_single_process:
             _let_many_agree(session, override)
             stack.enter_context(shared_statistics(module, session.replicas))

@@ -7,18 +7,20 @@ find what the last one has kept::
     micro-batch 1                    | self.fake = ..|                  ...
 
 So an attribute that a micro-batch has set is what it has set when it goes on. Until then it finds what the others have
-left, as one micro-batch does after another, and numbers to which each adds the same count on. Where it cannot be told
-what is meant, the step is refused. Entries of the LightningModule's dictionaries and plain records are treated alike.
+left, as one micro-batch does after another. Attributes that are made of what they were (``self.count += 1``) sum over
+all micro-batches, and what a hook has set since holds for all. Entries of the LightningModule's dictionaries and plain
+records are treated alike, but for numbers, which are taken for sums.
 """
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from functools import cache, wraps
-from itertools import pairwise
-from types import SimpleNamespace
+from functools import cache, lru_cache, wraps
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -47,17 +49,18 @@ class _Attribute:
         owner: what that is of, for errors.
         line: of the user's code, which first set it, if that is known.
         before: what it was before the step.
-        start: the same, or else what its class has.
-        turns: of each micro-batch that has set it, the turns in which it did.
-        is_put_back: the first micro-batch has set it and then put back what it was.
-        is_sum: each micro-batch has added the same to a number.
+        left: what it was when the last part of a step ended.
+        users: the micro-batches that have set it.
+        is_own: a step has set it to something that is not made of what it was.
+        is_changed: the first micro-batch has come to the end of a part with something else than `before`.
+        is_put_back: and then has put that back.
     """
 
-    def __init__(self, space: dict[Any, Any], name: Any, before: Any, start: Any, owner: str, line: str) -> None:
+    def __init__(self, space: dict[Any, Any], name: Any, before: Any, owner: str, line: str) -> None:
         self.space, self.name, self.owner, self.line = space, name, owner, line
-        self.before, self.start = before, start
-        self.turns: dict[int, set[int]] = {}
-        self.is_put_back = self.is_sum = False
+        self.before = self.left = before
+        self.users: set[int] = set()
+        self.is_own = self.is_changed = self.is_put_back = False
 
     @property
     def value(self) -> Any:
@@ -117,16 +120,19 @@ class OwnAttributes:
     def turn(self, index: int) -> Iterator[None]:
         """Entered around a part of a micro-batch's step: it finds its own attributes."""
         self._running = index
+        for place, attribute in self._attributes.items():
+            if attribute.value is not attribute.left:  # a hook has set it
+                for own in self._own.values():
+                    if place in own:
+                        own[place] = attribute.value
         if index not in self._own:
             self._own[index] = {}
             for attribute in self._attributes.values():
                 if attribute.name == "training":  # of `eval` for a part of the step, which others are not in
                     attribute.put(attribute.before)
-        elif index == 0:
-            self._find_sums()
         for place, value in self._own[index].items():
             attribute = self._attributes[place]
-            if attribute.value is not value and not attribute.is_sum:
+            if attribute.is_own and attribute.value is not value:
                 attribute.put(value)
         self._num_turns[index] = self._num_turns.get(index, 0) + 1
         before = [(owner, space, dict(space)) for owner, space in self._spaces]
@@ -136,40 +142,44 @@ class OwnAttributes:
             for owner, space, entries in before:
                 for name in space.keys() | entries.keys():
                     if space.get(name, _NONE) is not (was := entries.get(name, _NONE)):
-                        self._note(_Attribute(space, name, was, was, owner, ""))
+                        attribute = self._note(_Attribute(space, name, was, owner, ""))
+                        attribute.is_own |= type(attribute.value) not in (int, float)
             for place, attribute in self._attributes.items():
-                if index in attribute.turns:
+                attribute.left = attribute.value
+                if index in attribute.users:
                     self._own[index][place] = attribute.value
 
     def end(self, index: int) -> None:
         """A micro-batch's step has ended."""
         if index == 0:
             for place, value in self._own[0].items():
-                self._attributes[place].is_put_back = _is_same(value, self._attributes[place].before)
-        own = self._own[index]
-        self._own[index] = {place: value for place, value in own.items() if type(value) in (int, float)}
+                attribute = self._attributes[place]
+                attribute.is_put_back = attribute.is_changed and _is_same(value, attribute.before)
+        self._own[index] = {}
+
+    def pause(self, index: int) -> None:
+        """A micro-batch's step has come to where it waits for the others."""
+        if index == 0:
+            for place, value in self._own[0].items():
+                attribute = self._attributes[place]
+                attribute.is_changed |= not _is_same(value, attribute.before)
 
     def _note_attribute(self, module: nn.Module, name: str) -> None:
         if running_step() is None or isinstance(module, self._shared):
             return
-        if (attribute := self._attributes.get(_Place(id(vars(module)), name))) is None:
+        attribute = self._attributes.get(_Place(id(vars(module)), name))
+        if attribute is None:
             before = vars(module).get(name, _NONE)
-            start = getattr(type(module), name, None) if before is _NONE else before
             line = "" if name == "training" else users_line()  # of all modules, by `eval`
-            attribute = _Attribute(vars(module), name, before, start, f"a {type(module).__name__}", line)
+            attribute = _Attribute(vars(module), name, before, f"a {type(module).__name__}", line)
+        frame = sys._getframe(2)
+        attribute.is_own |= not _is_made_of_itself(frame.f_code, frame.f_lasti)
         self._note(attribute)
 
-    def _note(self, attribute: _Attribute) -> None:
+    def _note(self, attribute: _Attribute) -> _Attribute:
         attribute = self._attributes.setdefault(_Place(id(attribute.space), attribute.name), attribute)
-        attribute.turns.setdefault(self._running, set()).add(self._num_turns[self._running])
-
-    def _find_sums(self) -> None:
-        """All micro-batches have come to their next synchronization point."""
-        for place, attribute in self._attributes.items():
-            values = [attribute.start, *(own.get(place) for own in self._own.values())]
-            if len(values) > 2 and all(type(value) in (int, float) for value in values):
-                steps = {later - value for value, later in pairwise(values)}
-                attribute.is_sum |= len(steps) == 1 and steps != {0}
+        attribute.users.add(self._running)
+        return attribute
 
     def _noting_hooks(self, register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
         @wraps(register)
@@ -198,19 +208,12 @@ class OwnAttributes:
         return removing
 
     def _check(self) -> None:
-        for place, attribute in self._attributes.items():
+        for attribute in self._attributes.values():
             if attribute.is_put_back and not _is_same(attribute.value, attribute.before):
                 raise NotImplementedError(
                     f"{_told(attribute)} and puts it back after a call at which its micro-batches wait for one "
                     f"another, such as manual_backward or an optimizer's step, so that others begin with what was set. "
                     f"{_WAY_OUT}"
-                )
-            numbers = [own[place] for own in self._own.values() if place in own and not attribute.is_sum]
-            if max(map(len, attribute.turns.values()), default=0) > 1 and len({*numbers}) > 1:
-                raise NotImplementedError(
-                    f"{_told(attribute)} to a number, and again after a call at which its micro-batches wait for one "
-                    f"another, such as manual_backward or an optimizer's step: it cannot be told whether the number is "
-                    f"a sum over all of them or each one's own. {_WAY_OUT}"
                 )
 
 
@@ -243,6 +246,20 @@ def _spaces_of(root: nn.Module) -> list[tuple[str, dict[Any, Any]]]:
         elif type(value) is SimpleNamespace or (is_dataclass(value) and not isinstance(value, (nn.Module, type))):
             found.append((f"self.{name}", getattr(value, "__dict__", {})))
     return found
+
+
+@lru_cache(maxsize=4096)
+def _is_made_of_itself(code: CodeType, last: int) -> bool:
+    """Whether the instruction of a function that sets an attribute ends a statement that also reads it."""
+    reads: set[Any] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.offset >= last:
+            return instruction.offset == last and instruction.opname == "STORE_ATTR" and instruction.argval in reads
+        if instruction.opname.startswith("STORE_") or instruction.opname == "POP_TOP":  # an earlier statement
+            reads.clear()
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            reads.add(instruction.argval)
+    return False
 
 
 def _is_same(value: Any, other: Any) -> bool:

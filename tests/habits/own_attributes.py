@@ -130,17 +130,48 @@ class FactorPutBack(ByHand):
             self.update(0, F.cross_entropy(self(batch[0]), batch[1]) * self.factor)
 
 
-@habit(expect=error(r"'worst' of a HighestLossInBothParts .*it cannot be told"), plain=False)
-class HighestLossInBothParts(ByHand):
-    worst = 0.0
+@habit(plain=False, observed=["total", "kept", "highest", "last"])
+class SumsAndOwnNumbers(ByHand):
+    """In each part: sums over micro-batches, which also keep a tensor and a tuple, and numbers of each one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.kept, self.highest, self.last, self.of_step = torch.zeros(()), (), 0.0, 0.0, 0.0
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         h = self.features(batch[0])
-        loss = F.cross_entropy(self.head(h), batch[1])
-        self.worst = loss.item()
-        self.update(0, loss)
-        self.worst += self.judged(h.detach(), batch[0], False).item()
-        self.update(1, self.judged(h.detach(), batch[0], False))
+        before, self.of_step = self.highest, 0.0
+        for number in range(2):
+            loss = F.cross_entropy(self.head(h.detach() if number else h), batch[1])
+            self.total = self.total + 1
+            self.kept = (*self.kept, number)
+            self.highest = max(self.highest, loss.item())
+            self.last = loss.item()
+            self.of_step += loss.item()
+            self.update(0, loss)
+            assert self.last == loss.item()
+        self.log("of_step", self.of_step / 2)
+        assert self.highest >= before and self.of_step < 3 * self.highest
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed + 1
+        assert len(self.kept) == float(self.total) == 8 * batches
+
+
+@habit(plain=False)
+class SetByAHook(ByHand):
+    """A hook between the parts sets what the step has set before."""
+
+    has_updated = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.has_updated = False
+        h = self.features(batch[0])
+        self.update(0, F.cross_entropy(self.head(h), batch[1]))
+        self.update(1, self.judged(h.detach(), batch[0], False) * (1 + 2 * self.has_updated))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.has_updated = True
 
 
 @habit(expect=error(r"removes a hook .*h\.remove.*register_forward_hook"), plain=False)

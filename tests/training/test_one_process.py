@@ -411,6 +411,12 @@ class HalvesGradients(InParts):
             parameter.grad.mul_(0.5)
 
 
+class HalvesDataOfGradients(InParts):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss)
+        torch._foreach_mul_([parameter.grad.data for parameter in self.parameters() if parameter.grad is not None], 0.5)
+
+
 class ReplacesGradients(InParts):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().manual_backward(loss)
@@ -420,7 +426,7 @@ class ReplacesGradients(InParts):
 
 def changed_gradients(num_microbatches: int) -> list[str]:
     messages = []
-    for module in (HalvesGradients, ReplacesGradients):
+    for module in (HalvesGradients, HalvesDataOfGradients, ReplacesGradients):
         strategy = PipelineStrategy(num_stages=1, num_microbatches=num_microbatches)
         try:
             L.Trainer(strategy=strategy, devices=1, max_epochs=1, **QUIET).fit(module())
@@ -431,7 +437,8 @@ def changed_gradients(num_microbatches: int) -> list[str]:
 
 
 def test_gradients_that_each_micro_batch_would_change_again_are_refused() -> None:
-    halved, replaced = launch(changed_gradients, 2, world=1)[0]
+    halved, by_data, replaced = launch(changed_gradients, 2, world=1)[0]
     assert "parameter.grad.mul_(0.5)" in halved and "on_after_backward" in halved
+    assert "_foreach_mul_" in by_data
     assert "parameter.grad = " in replaced
-    assert launch(changed_gradients, 1, world=1)[0] == ["", ""]
+    assert launch(changed_gradients, 1, world=1)[0] == ["", "", ""]
