@@ -174,7 +174,8 @@ class StepParts:
 
     def _take_crossing(self, state: Microbatch, part: Program, carried: ContinuedStep) -> None:
         """Register the transfers of a part through which a later part's gradients may flow back."""
-        gone = part.with_gradients(state.loss_value) if state.loss_value in part.homes else frozenset()
+        is_backward = state.loss_value >= 0 and state.loss_value in part.homes  # below 0 are parameters
+        gone = part.with_gradients(state.loss_value) if is_backward else frozenset()
         placement, rank = self._shared.placement, self._shared.rank
         for visit, strand in carried.crossing:
             transfer = Transfer(strand.value, part.begins + visit - 1, part.begins + visit)

@@ -198,3 +198,21 @@ class GradientAfterBackward(ByHand):
         (of_head,) = torch.autograd.grad(loss, self.head.weight)
         optimizer.step()
         self.log_dict({"judge": of_judge.norm(), "head": of_head.norm()})
+
+
+@habit(plain=False)
+class TogglesBetweenForwardAndBackward(ByHand):
+    """As CycleGAN: the layers run several times, on what they have made, before the micro-batches meet."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        optimizer = self.optimizers()[0]
+        there = self.features(x)
+        other = self.features(-x)
+        loss = F.l1_loss(self.features(there), x) + other.square().mean()
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+        self.log("loss", loss)
