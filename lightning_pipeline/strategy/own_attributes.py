@@ -49,6 +49,7 @@ class _Attribute:
         owner: what that is of, for errors.
         line: of the user's code, which first set it, if that is known.
         before: what it was before the step.
+        start: the same, or what its class has.
         left: what it was when the last part of a step ended.
         users: the micro-batches that have set it.
         is_own: a step has set it to something that is not made of what it was.
@@ -56,15 +57,22 @@ class _Attribute:
         is_put_back: and then has put that back.
     """
 
-    def __init__(self, space: dict[Any, Any], name: Any, before: Any, owner: str, line: str) -> None:
+    def __init__(self, space: dict[Any, Any], name: Any, before: Any, start: Any, owner: str, line: str) -> None:
         self.space, self.name, self.owner, self.line = space, name, owner, line
         self.before = self.left = before
+        self.start = start
         self.users: set[int] = set()
         self.is_own = self.is_changed = self.is_put_back = False
 
     @property
     def value(self) -> Any:
         return self.space.get(self.name, _NONE)
+
+    @property
+    def is_as_before(self) -> bool:
+        value = self.start if self.value is _NONE else self.value
+        plain = (bool, int, float, str, bytes)
+        return value is self.start or (type(value) is type(self.start) and type(value) in plain and value == self.start)
 
     def put(self, value: Any) -> None:
         if value is _NONE:
@@ -100,11 +108,11 @@ class OwnAttributes:
         set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
 
         def noting_set(module: nn.Module, name: str, value: Any) -> None:
-            self._note_attribute(module, name)
+            self._note_attribute(module, name, value)
             set_attribute(module, name, value)
 
         def noting_delete(module: nn.Module, name: str) -> None:
-            self._note_attribute(module, name)
+            self._note_attribute(module, name, None)
             delete_attribute(module, name)
 
         with overridden() as override:
@@ -142,7 +150,7 @@ class OwnAttributes:
             for owner, space, entries in before:
                 for name in space.keys() | entries.keys():
                     if space.get(name, _NONE) is not (was := entries.get(name, _NONE)):
-                        attribute = self._note(_Attribute(space, name, was, owner, ""))
+                        attribute = self._note(_Attribute(space, name, was, was, owner, ""))
                         attribute.is_own |= type(attribute.value) not in (int, float)
             for place, attribute in self._attributes.items():
                 attribute.left = attribute.value
@@ -152,26 +160,31 @@ class OwnAttributes:
     def end(self, index: int) -> None:
         """A micro-batch's step has ended."""
         if index == 0:
-            for place, value in self._own[0].items():
-                attribute = self._attributes[place]
-                attribute.is_put_back = attribute.is_changed and _is_same(value, attribute.before)
+            for attribute in map(self._attributes.__getitem__, self._own[0]):
+                attribute.is_put_back = attribute.is_changed and attribute.is_as_before
         self._own[index] = {}
 
     def pause(self, index: int) -> None:
         """A micro-batch's step has come to where it waits for the others."""
         if index == 0:
-            for place, value in self._own[0].items():
-                attribute = self._attributes[place]
-                attribute.is_changed |= not _is_same(value, attribute.before)
+            for attribute in map(self._attributes.__getitem__, self._own[0]):
+                attribute.is_changed |= not attribute.is_as_before
 
-    def _note_attribute(self, module: nn.Module, name: str) -> None:
-        if running_step() is None or isinstance(module, self._shared):
+    def _note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        is_shared = isinstance(module, self._shared) and name != "_forward_cache"  # what a metric gave for a batch
+        if running_step() is None or is_shared or isinstance(value, nn.Parameter) or name in module._parameters:
             return
-        attribute = self._attributes.get(_Place(id(vars(module)), name))
+        space: dict[str, Any] = vars(module)
+        if isinstance(value, nn.Module) or name in module._modules:
+            space = module._modules
+        elif name in module._buffers:
+            space = module._buffers
+        attribute = self._attributes.get(_Place(id(space), name))
         if attribute is None:
-            before = vars(module).get(name, _NONE)
+            before = space.get(name, _NONE)
+            start = getattr(type(module), name, _NONE) if before is _NONE else before
             line = "" if name == "training" else users_line()  # of all modules, by `eval`
-            attribute = _Attribute(vars(module), name, before, f"a {type(module).__name__}", line)
+            attribute = _Attribute(space, name, before, start, f"a {type(module).__name__}", line)
         frame = sys._getframe(2)
         attribute.is_own |= not _is_made_of_itself(frame.f_code, frame.f_lasti)
         self._note(attribute)
@@ -209,7 +222,7 @@ class OwnAttributes:
 
     def _check(self) -> None:
         for attribute in self._attributes.values():
-            if attribute.is_put_back and not _is_same(attribute.value, attribute.before):
+            if attribute.is_put_back and not attribute.is_as_before:
                 raise NotImplementedError(
                     f"{_told(attribute)} and puts it back after a call at which its micro-batches wait for one "
                     f"another, such as manual_backward or an optimizer's step, so that others begin with what was set. "
@@ -260,8 +273,3 @@ def _is_made_of_itself(code: CodeType, last: int) -> bool:
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             reads.add(instruction.argval)
     return False
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    plain = (bool, int, float, str, bytes)
-    return value is other or (type(value) is type(other) and type(value) in plain and value == other)

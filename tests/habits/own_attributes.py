@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
-from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layer, Layers
 from tests.habits.table import error, habit
 
 
@@ -77,6 +78,39 @@ class PairInDictionaryAndRecord(ByHand):
         self.counts["steps"] += 1
         self.update(1, self.losses["judge"])
         self.log_dict(self.losses)
+
+
+class Shift(nn.Module):
+    def __init__(self, by: Tensor) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@habit(plain=False)
+class ModulesAndBuffersSet(ByHand):
+    """A layer made in the step, another one that is taken away again, a buffer, and a metric logged after an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(SAMPLES, WIDTH), persistent=False)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        h = self.features(x)
+        self.cache, self.shift, self.way = h.detach(), Shift(h.detach()), nn.Identity()
+        logits = self.head(self.way(h))
+        self.accuracy(logits, y)
+        self.update(0, F.cross_entropy(logits, y))
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.update(1, self.judged(self.way(self.cache), self.shift(x), False))
+        del self.way
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.cache = torch.zeros(SAMPLES, WIDTH)
 
 
 class Caching(Layer):
