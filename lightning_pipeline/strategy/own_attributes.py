@@ -9,13 +9,15 @@ find what the last one has kept::
 So an attribute that a micro-batch has set is what it has set when it goes on. Until then it finds what the others have
 left, as one micro-batch does after another. Attributes that are made of what they were (``self.count += 1``) sum over
 all micro-batches, and what a hook has set since holds for all. Entries of the LightningModule's dictionaries and plain
-records are treated alike, but for numbers, which are taken for sums.
+records are treated alike, but for numbers, which are taken for sums. Its lists and deques that only grow collect of all
+micro-batches, and others are each one's own.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -81,6 +83,44 @@ class _Attribute:
             self.space[self.name] = value
 
 
+class _Sequence:
+    """A list or deque that steps may change.
+
+    Attributes:
+        left: what each micro-batch that has changed it has left in it.
+        is_own: a step has changed it otherwise than by adding to its end.
+    """
+
+    def __init__(self, owner: str, items: Any) -> None:
+        self.owner, self.items = owner, items
+        self.left: dict[int, list[Any]] = {}
+        self.is_own = False
+
+    def begin_turn(self, index: int) -> list[Any]:
+        if self.is_own and index in self.left:
+            self.items.clear()
+            self.items.extend(self.left[index])
+        return list(self.items)
+
+    def end_turn(self, index: int, before: list[Any], *, is_first: bool) -> None:
+        """
+        Args:
+            before: what it had when the turn began.
+            is_first: the micro-batch's, or there is no other micro-batch.
+        """
+        is_longer = len(self.items) >= len(before)
+        if not (is_longer and all(one is other for one, other in zip(before, self.items, strict=False))):
+            if not (is_first or self.is_own) and index in self.left:
+                raise NotImplementedError(
+                    f"the training_step adds to {self.owner}, and takes from it after a call at which its micro-"
+                    f"batches wait for one another, such as manual_backward or an optimizer's step, when others have "
+                    f"added to it. Make the list anew or clear it at the begin of each step, or use a local one"
+                )
+            self.is_own = True
+        if self.is_own or len(self.items) > len(before):
+            self.left[index] = list(self.items)
+
+
 class OwnAttributes:
     """The attributes of modules that the micro-batches of one step have set.
 
@@ -92,6 +132,11 @@ class OwnAttributes:
     def __init__(self, root: nn.Module, shared: type | tuple[type, ...] = ()) -> None:
         self._shared = shared
         self._spaces = _spaces_of(root)
+        self._sequences = [
+            _Sequence(f"self.{name}", value)
+            for name, value in vars(root).items()
+            if type(value) in (list, deque) and len(value) <= _MAX_ITEMS and name not in _names_of_lightning()
+        ]
         self._attributes: dict[_Place, _Attribute] = {}
         self._own: dict[int, dict[_Place, Any]] = {}
         self._num_turns: dict[int, int] = {}
@@ -144,8 +189,11 @@ class OwnAttributes:
                 attribute.put(value)
         self._num_turns[index] = self._num_turns.get(index, 0) + 1
         before = [(owner, space, dict(space)) for owner, space in self._spaces]
+        items = [sequence.begin_turn(index) for sequence in self._sequences]
         try:
             yield
+            for sequence, earlier in zip(self._sequences, items, strict=True):
+                sequence.end_turn(index, earlier, is_first=self._num_turns[index] == 1 or len(self._own) == 1)
         finally:
             for owner, space, entries in before:
                 for name in space.keys() | entries.keys():
@@ -230,6 +278,8 @@ class OwnAttributes:
                 )
 
 
+_MAX_ITEMS = 10_000
+"""Of lists that are looked at."""
 _REGISTERING = (
     *("register_forward_hook", "register_forward_pre_hook"),
     *("register_full_backward_hook", "register_full_backward_pre_hook"),

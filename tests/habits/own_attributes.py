@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -250,3 +251,41 @@ class TogglesBetweenForwardAndBackward(ByHand):
         optimizer.zero_grad()
         self.untoggle_optimizer(optimizer)
         self.log("loss", loss)
+
+
+@habit(plain=False)
+class FeaturesCollectedByHooks(ByHand):
+    """In a list that each step clears first, and one that keeps the last ones; a third collects for the epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.losses: list[Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, given, found: self.collected.append(found))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.collected.clear()
+        loss = F.cross_entropy(self(x), y)
+        self.recent.extend(self.collected[:2])
+        self.losses.append(loss.detach())
+        self.update(0, loss)
+        loss = self.judged(self.recent[0].detach(), self.collected[-1].detach(), False)
+        self.losses.append(loss.detach())
+        self.update(1, loss)
+
+    def on_train_epoch_end(self) -> None:
+        assert len(self.losses) == 8 * self.trainer.num_training_batches
+        self.log("mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+@habit(expect=error(r"adds to self\.seen, and takes from it after.*clear it at the begin"), plain=False)
+class ListClearedAtTheEnd(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.features(batch[0]))
+        self.update(0, F.cross_entropy(self.head(self.seen[-1]), batch[1]))
+        self.update(1, self.judged(batch[0], self.seen[-1].detach(), False))
+        self.seen.clear()
