@@ -16,9 +16,10 @@ micro-batches, and others are each one's own.
 from __future__ import annotations
 
 import dis
+import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, lru_cache, wraps
@@ -89,27 +90,33 @@ class _Sequence:
     Attributes:
         left: what each micro-batch that has changed it has left in it.
         is_own: a step has changed it otherwise than by adding to its end.
+        last: what it had when the last part of a step ended.
     """
 
     def __init__(self, owner: str, items: Any) -> None:
         self.owner, self.items = owner, items
         self.left: dict[int, list[Any]] = {}
         self.is_own = False
+        self.last: list[Any] = list(items)
 
     def begin_turn(self, index: int) -> list[Any]:
+        """Give it what the micro-batch has left in it. Returns what it has."""
+        if self.is_own and not _are_same(self.items, self.last):  # a hook has changed it
+            self.left = {one: list(self.items) for one in self.left}
         if self.is_own and index in self.left:
             self.items.clear()
             self.items.extend(self.left[index])
         return list(self.items)
 
     def end_turn(self, index: int, before: list[Any], *, is_first: bool) -> None:
-        """
+        """Keep what a part of a step has left in it.
+
         Args:
             before: what it had when the turn began.
             is_first: the micro-batch's, or there is no other micro-batch.
         """
-        is_longer = len(self.items) >= len(before)
-        if not (is_longer and all(one is other for one, other in zip(before, self.items, strict=False))):
+        self.last = list(self.items)
+        if not _are_same(self.last[: len(before)], before):
             if not (is_first or self.is_own) and index in self.left:
                 raise NotImplementedError(
                     f"the training_step adds to {self.owner}, and takes from it after a call at which its micro-"
@@ -117,8 +124,12 @@ class _Sequence:
                     f"added to it. Make the list anew or clear it at the begin of each step, or use a local one"
                 )
             self.is_own = True
-        if self.is_own or len(self.items) > len(before):
-            self.left[index] = list(self.items)
+        if self.is_own or len(self.last) > len(before):
+            self.left[index] = self.last
+
+
+def _are_same(items: Collection[Any], others: Collection[Any]) -> bool:
+    return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
 class OwnAttributes:

@@ -48,9 +48,10 @@ class PairKeptOnSelf(ByHand):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.real, _ = batch
-        self.fake = self.features(self.real)
+        self.fake = fake = self.features(self.real)
         self.loss_of_generator = self.judged(self.real, self.fake, True)
         self.update(0, self.loss_of_generator)
+        assert self.fake is fake and self.real is batch[0]
         self.loss_of_judge = self.judged(self.real, self.fake.detach(), False)
         self.update(1, self.loss_of_judge)
         self.log_dict({"generator": self.loss_of_generator, "judge": self.loss_of_judge})
@@ -74,7 +75,10 @@ class PairInDictionaryAndRecord(ByHand):
         self.pair.fake = self.features(self.pair.real)
         self.counts["steps"] += 1
         self.losses["generator"] = self.judged(self.pair.real, self.pair.fake, True)
+        kept = self.pair.real, self.pair.fake, self.losses["generator"]
         self.update(0, self.losses["generator"])
+        found = self.pair.real, self.pair.fake, self.losses["generator"]
+        assert all(one is other for one, other in zip(kept, found, strict=True))
         self.losses["judge"] = self.judged(self.pair.real, self.pair.fake.detach(), False)
         self.counts["steps"] += 1
         self.update(1, self.losses["judge"])
@@ -105,7 +109,9 @@ class ModulesAndBuffersSet(ByHand):
         self.cache, self.shift, self.way = h.detach(), Shift(h.detach()), nn.Identity()
         logits = self.head(self.way(h))
         self.accuracy(logits, y)
+        kept = self.cache, self.shift, self.way
         self.update(0, F.cross_entropy(logits, y))
+        assert all(one is other for one, other in zip(kept, (self.cache, self.shift, self.way), strict=True))
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.update(1, self.judged(self.way(self.cache), self.shift(x), False))
         del self.way
@@ -138,7 +144,9 @@ class CachedByALayer(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         with self.evaluating(self.layers[0]):
             h = self.features(batch[0])
+            cache = self.layers[0].cache
             self.update(0, F.cross_entropy(self.head(h), batch[1]))
+        assert self.layers[0].cache is cache and self.layers[0].training
         self.update(1, self.judged(h.detach(), self.layers[0].cache.detach(), False))
 
 
@@ -146,6 +154,9 @@ class CachedByALayer(ByHand):
 class CountsInEachPart(ByHand):
     count = 0
     samples = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.count % 8 == 0 and self.samples == self.count // 8 * len(batch[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.count += 1
@@ -195,18 +206,30 @@ class SumsAndOwnNumbers(ByHand):
 
 @habit(plain=False)
 class SetByAHook(ByHand):
-    """A hook between the parts sets what the step has set before."""
+    """A hook between the parts sets what the step has set before, and adds to a list that the step has made anew."""
 
     has_updated = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates: list[str] = []
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.has_updated = False
+        self.updates.clear()
+        self.updates.append("begun")
         h = self.features(batch[0])
         self.update(0, F.cross_entropy(self.head(h), batch[1]))
-        self.update(1, self.judged(h.detach(), batch[0], False) * (1 + 2 * self.has_updated))
+        self.seen.append((self.has_updated, *self.updates))
+        self.update(1, self.judged(h.detach(), batch[0], False))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.has_updated = True
+        self.updates.append("updated")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.seen == [(True, "begun", "updated")] * 4
+        self.seen.clear()
 
 
 @habit(expect=error(r"removes a hook .*h\.remove.*register_forward_hook"), plain=False)
@@ -271,7 +294,9 @@ class FeaturesCollectedByHooks(ByHand):
         loss = F.cross_entropy(self(x), y)
         self.recent.extend(self.collected[:2])
         self.losses.append(loss.detach())
+        kept = [*self.collected, *self.recent]
         self.update(0, loss)
+        assert all(one is other for one, other in zip(kept, [*self.collected, *self.recent], strict=True))
         loss = self.judged(self.recent[0].detach(), self.collected[-1].detach(), False)
         self.losses.append(loss.detach())
         self.update(1, loss)

@@ -38,6 +38,9 @@ BY_DEFAULT = {
         PrunedByLightning EpisodesExchanged ObserversByChannel OddPartsRead LargeOddTargets
         SharpnessAwareByHand KeepsReplacedLayers MinesInInferenceMode KeepsThatItIsFirst ShowsNormInBar
         AttributesOfFeatures AsksAgainOnFirstRank PairKeptOnSelf
+        FeaturesCollectedByHooks SetByAHook SumsAndOwnNumbers TogglesBetweenForwardAndBackward OneOfTwoResultsUnused
+        StatesOfTheGeneratorSet BySignatureOfForward NotesKinds WaitsForFirstRank WaitsOnFirstRank
+        DrawsOnFirstRankInEarlierHook ModeOverTraining LastBatchIsSmallerThanItsNumberOfFields EmptyWhereUnread
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",

@@ -114,10 +114,12 @@ def test_one_waits_for_a_message_and_one_for_all() -> None:
         assert "rank 1 waits for the end with all ranks" in ranks.look()[0]
 
 
-def test_ranks_that_have_come_to_the_same_call() -> None:
+def test_one_has_already_come_to_what_the_other_waits_for() -> None:
     ranks = Ranks(3)
-    with ranks.message(0, "a read", 1), ranks.waits[0].for_all("the end"), ranks.waits[1].for_all("the end"):
-        assert ranks.look() == ["", "", ""]  # both wait for rank 2
+    with ranks.waits[0].for_all("the end"):
+        pass
+    with ranks.message(0, "a read", 1), ranks.waits[1].for_all("the end"):
+        assert ranks.look() == ["", "", ""]  # rank 1 waits for rank 2
 
 
 class GoesByProcess(LightningModule):
