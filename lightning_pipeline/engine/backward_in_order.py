@@ -73,7 +73,7 @@ class _Backward:
         # Every rank loops over all visits, as gradients and hook calls travel between any two of them.
         for visit in range(max(run.homes.values(), default=0), -1, -1):
             self._run_visit(visit, repeated)
-            self._give_back(visit)
+            self._give_back(visit, repeated)
         run.transfers.end_backward(self._transfers, is_repeated=self._retain_graph)
         run.share_writes_of_backward()
         for parameter, gradient in before:
@@ -160,15 +160,19 @@ class _Backward:
                 self._work.run_backward(weighted, retain_graph=True)
             else:
                 self._work.run_backward(weighted)
-        for parameter in continued if roots else ():
+        if roots:
+            self._continue(roots, given, continued)
+
+    def _continue(self, roots: list[Any], given: list[Tensor], continued: Sequence[Tensor]) -> None:
+        """Run backward from roots, with the gradients that parameters have so far as further ones."""
+        for parameter in continued:
             if parameter.grad is not None:
                 roots.append(torch.ops.aten.alias.default(parameter))  # the newest node, which autograd runs first
                 given.append(parameter.grad)
                 parameter.grad = None
-        if roots:
-            backward_from(roots, given, retain_graph=self._retain_graph)
+        backward_from(roots, given, retain_graph=self._retain_graph)
 
-    def _give_back(self, visit: int) -> None:
+    def _give_back(self, visit: int, repeated: Sequence[RepeatedlyUsed]) -> None:
         """Send the gradients of what a visit was sent to where that came from."""
         run = self._run
         for index, one in reversed(list(enumerate(self._transfers))):
@@ -177,7 +181,8 @@ class _Backward:
             spec = run.specs[one.value] if one.value >= 0 else TensorSpec.of(run.tensors.tensors[-1 - one.value])
             given = self._gradients[index] = run.transfers.give_back(one, spec, is_repeated=self._retain_graph)
             if one.source > visit and given:  # a parameter's: the source's turn is over
-                backward_from(one.sent[::-1], given, retain_graph=self._retain_graph)
+                own = [used.parameter for used in repeated if used.number == -1 - one.value]
+                self._continue([*one.sent[::-1]], given, own)
 
     def _retained(self, value: int) -> Tensor | None:
         """The gradient of a value on which `retain_grad` was called, on every rank."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.modules import SAMPLES, WIDTH, Layers, Normed, Noting
+from tests.habits.modules import SAMPLES, WIDTH, Layer, Layers, Normed, Noting
 from tests.habits.table import habit
 
 
@@ -460,3 +460,29 @@ class TiedTransposed(Noting):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.found.append(self.layers[0].linear.weight.grad[0].tolist())
+
+
+class RecurrentLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, last = self.recurrent(x.reshape(-1, 2, 4))
+        return found.reshape(-1, WIDTH) + self.linear(x) * last.mean()
+
+
+@habit(plain=False)
+class SharedWeightBeforeItsStages(Layers):
+    """The bias of two later stages' layer takes part twice on the first stage, and then scaled on one of the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = RecurrentLayer()
+        self.layers[3].linear = self.layers[1].linear
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) + torch.cat([layer.linear.bias for layer in self.layers]).mean()
+        self.layers[0].requires_grad_(not self.layers[0].linear.bias.requires_grad)
+        scaled = {name: p * 0.3 for name, p in self.layers[1].named_parameters()}
+        return torch.func.functional_call(self.layers[1], scaled, (x,))
