@@ -84,6 +84,7 @@ class InOrder:
             before = state.carried.program
             self.specs = {value: spec for value, spec in before.specs.items() if value >= 0}
             self.homes = {value: visit for value, visit in before.homes.items() if value >= 0}
+            self.homes.update(state.carried.parameter_homes)
             self.here.update(state.carried.here)
             for event in state.carried.program.events:
                 self._writes.of(event)
@@ -192,7 +193,8 @@ class InOrder:
         Only `values` are kept: graphs hold what they need themselves, and copies of the module's tensors become stale.
         """
         here = {key: tensor for key, tensor in self.here.items() if key[1] in values}
-        return ContinuedStep(event, program, self.transfers, here)
+        homes = {value: visit for value, visit in self.homes.items() if value < 0}
+        return ContinuedStep(event, program, self.transfers, here, parameter_homes=homes)
 
     def _run(self, event: Event) -> None:
         visit = event.visit
@@ -392,7 +394,7 @@ class InOrder:
         if value not in self.homes:
             is_here = self.rank_of(event.visit) in holders
             self.homes[value] = event.visit if is_here else self.placement.index(holders[0])
-            self.specs[value] = event.specs[slot]
+        self.specs[value] = event.specs[slot]
         if self.rank_of(self.homes[value]) == self.rank:
             self.here[self.homes[value], value] = self.tensors.tensors[number]
         return self._operand(value, event, slot, is_named=False)

@@ -236,6 +236,7 @@ class ContinuedStep:
         transfers: the transfers through which gradients may flow back to earlier parts.
         here: values that the user's code refers to, with their graphs, by visit and number.
         crossing: visit and strand of each value of the running part through which later gradients may flow back.
+        parameter_homes: the visit to which each parameter's gradients return, by its number below zero.
     """
 
     event: Event
@@ -243,6 +244,7 @@ class ContinuedStep:
     transfers: Transfers
     here: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     crossing: list[tuple[int, Strand]] = field(default_factory=list)
+    parameter_homes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

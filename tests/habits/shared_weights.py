@@ -486,3 +486,26 @@ class SharedWeightBeforeItsStages(Layers):
         self.layers[0].requires_grad_(not self.layers[0].linear.bias.requires_grad)
         scaled = {name: p * 0.3 for name, p in self.layers[1].named_parameters()}
         return torch.func.functional_call(self.layers[1], scaled, (x,))
+
+
+@habit(plain=False)
+class SharedWeightInTwoBackwards(Layers):
+    """Two backwards through one graph, in which a weight takes part before its stage and after it."""
+
+    depth = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        x = x @ self.layers[3].linear.weight.t() + self.layers[4](x)
+        logits = self.head(self.layers[3](x))
+        loss = F.cross_entropy(logits, y)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * F.cross_entropy(logits * 2, y))
+        self.log("train_loss", loss)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.optimizers().step()
