@@ -150,7 +150,7 @@ class Transfers:
         if returns:
             arrived = transfer.arrive(arrived.requires_grad_())
         elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
-            arrived.requires_grad_()
+            arrived = written_into(arrived.requires_grad_())
         return arrived
 
     def repeat(

@@ -223,7 +223,7 @@ class Visit:
                 inside.received[strand] = tensor.requires_grad_()
                 tensor = written_into(tensor)
             elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
-                tensor.requires_grad_()
+                tensor = written_into(tensor.requires_grad_())
             use.append(tensor)
         inside.arriving = None
         return use

@@ -434,3 +434,18 @@ class AsksForInferenceMode(Evaluated):
         with torch.inference_mode(False):
             x = x * (0.9 if torch.is_inference_mode_enabled() else 1.1)
         return x * (0.5 if torch.is_inference_mode_enabled() else 2.0)
+
+
+@habit(calls=("fit", "validate"), plain=False)
+class ValidationWritesUnderEnableGrad(Layers):
+    """A validation step with gradients enabled writes in place into what other stages made."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        with torch.enable_grad():
+            first = self.layers[1](self.layers[0](x))
+            x = self.layers[3](self.layers[2](first))
+            x.index_add_(0, torch.tensor([0, 1]), first[:2])
+            first.mul_(0.5)
+            x = self.layers[2](first) + x
+            self.log("val_loss", F.cross_entropy(self.head(x), y))
