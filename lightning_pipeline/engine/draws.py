@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import generators, mix
 from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, is_drawing_of_own, kind_of
+from lightning_pipeline.recording.cleared_gradients import GRADIENT_CALLS, Clearing
 from lightning_pipeline.recording.matcher import autocast_state
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import refuse_drawn_weights
@@ -166,10 +167,16 @@ class CountedDraws(TorchFunctionMode):
     """Counts and seeds the random draws of a micro-batch whose step runs directly, without recording.
 
     A checkpointed function draws the same numbers again when it is recomputed.
+
+    Args:
+        clearing: how the step clears gradients, of the module's `tensors`; None if it may do so itself.
     """
 
-    def __init__(self, draws: Draws, microbatch: int) -> None:
+    def __init__(
+        self, draws: Draws, microbatch: int, clearing: Clearing | None = None, tensors: ModuleTensors | None = None
+    ) -> None:
         super().__init__()
+        self._clearing, self._tensors = clearing, tensors
         self._draws = draws
         self._microbatch = microbatch
         self.num_draws = 0
@@ -201,6 +208,10 @@ class CountedDraws(TorchFunctionMode):
                 refuse_drawn_weights(self._draws.replicated, func, drawn_into(func, args, kwargs))
             self.seed_draw(self.num_draws)
             self.num_draws += 1
+        elif func in GRADIENT_CALLS and self._clearing is not None:
+            assert self._tensors is not None
+            if self._clearing.answers(func, args, self._tensors):
+                return None
         return func(*args, **(kwargs or {}))
 
     def _scripted(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

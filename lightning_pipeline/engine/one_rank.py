@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.draws import CountedDraws, Draws
+from lightning_pipeline.engine.draws import CountedDraws
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.rank_resources import RankResources
@@ -27,8 +27,8 @@ from lightning_pipeline.schedules import Kind
 class _ByHand(CountedDraws):
     """Refuses that a micro-batch of a hand-optimized step changes parameters' gradients, as each of them would."""
 
-    def __init__(self, draws: Draws, microbatch: int) -> None:
-        super().__init__(draws, microbatch)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._gradients: Any = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +88,7 @@ class OneRankStep:
         work, draws = self._work, self._shared.draws
         for state in self._states:
             began = time.perf_counter()
-            counted = CountedDraws(draws, state.seed)
+            counted = self._counted(CountedDraws, state)
             with counted.running():
                 state.result, state.loss = work.step(state, _batch_of(state))
             self._live.add()
@@ -104,10 +104,14 @@ class OneRankStep:
             self._live.now -= 1
             state.result = tree.replace(state.result, Tensor.detach)
 
+    def _counted(self, made: type[CountedDraws], state: Microbatch) -> CountedDraws:
+        clearing = self._work.clearing if len(self._states) > 1 else None
+        return made(self._shared.draws, state.seed, clearing, self._shared.tensors)
+
     def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         """A hand-optimized step of a micro-batch, and what to enter around each of its parts."""
         made = _ByHand if len(self._states) > 1 else CountedDraws
-        counted = made(self._shared.draws, state.seed)
+        counted = self._counted(made, state)
         batch = _batch_of(state)
 
         def run() -> None:

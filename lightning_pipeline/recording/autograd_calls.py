@@ -192,10 +192,6 @@ def of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference)
     }
 
 
-GETTERS = tuple(getattr(Tensor, name).__get__ for name in ("grad", "_grad"))
-"""The functions by which a tensor's gradient is read."""
-
-
 def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[..., Any] | None = None) -> Any:
     """Answer `register_hook`, `retain_grad`, and others of their kind."""
     recording.is_simple = False

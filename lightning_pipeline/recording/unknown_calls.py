@@ -21,6 +21,7 @@ from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.replaced_functions import opened
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.recording import autograd_calls, one_rank
+from lightning_pipeline.recording.cleared_gradients import GETTERS, GRADIENT_CALLS
 from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.function_calls import are_hooked_by_module
@@ -45,6 +46,8 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     if is_never_equal(func, args):
         return NotImplemented
     recording.num_aside += 1  # unless it becomes an event, below
+    if func in GRADIENT_CALLS and recording.clearing and recording.clearing.answers(func, args, recording.tensors):
+        return None
     if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
         return func(*args, **kwargs)
     if kind is FunctionKind.WRITES and autograd_calls.is_switch(recording, func, args):
@@ -54,7 +57,7 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     elif are_hooked_by_module(func, args):
         pass  # an event, as gradients of a batch's tensor pass the module's hooks on its stage
     elif not _takes_ours(recording, func, args, kwargs):
-        if recording.has_run_backward and func in autograd_calls.GETTERS and args[0].requires_grad:
+        if recording.has_run_backward and func in GETTERS and args[0].requires_grad:
             return autograd_calls.read_gradient(recording, *args)
         return compute_everywhere(recording, func, kind, args, kwargs)
     if function_name(func) in ("__getitem__", "__setitem__"):
@@ -82,7 +85,7 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
         return autograd_calls.hook(recording, func, *args, **kwargs)
     if kind is FunctionKind.BACKWARD:
         return autograd_calls.differentiate(recording, func, args, kwargs)
-    if func in autograd_calls.GETTERS:
+    if func in GETTERS:
         return autograd_calls.read_gradient(recording, *args)
     if (inner := opened(func)) is not None:
         with recording:

@@ -1,8 +1,8 @@
 """Manual optimization: calls that are the batch's run once, when all micro-batches have reached them.
 
 They are the module's manual_backward, toggle_optimizer, untoggle_optimizer and clip_gradients, the methods of its
-schedulers and optimizers, those of the user's own included, and torch's functions that clip gradients. The rest of the
-step runs per micro-batch.
+schedulers and optimizers, those of the user's own included, the zero_grad of modules, and torch's functions that clip
+gradients. The rest of the step runs per micro-batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
@@ -32,6 +32,7 @@ Update = Callable[[Optimizer, Callable[[Closure | None], Any], Closure | None], 
 """Runs an update, given the optimizer, its own step and the closure for it."""
 
 _CLIPPING = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
+_ZERO_GRAD = nn.Module.zero_grad
 _OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 
 
@@ -54,8 +55,18 @@ def batch_calls_met(
     def clips(function: Callable[..., Any]) -> Callable[..., Any]:
         return _once(f"torch.nn.utils.{function.__name__}", function, inside)
 
+    def zero_grad(owner: nn.Module, *args: Any, **kwargs: Any) -> None:
+        clear = functools.partial(_ZERO_GRAD, owner, *args, **kwargs)
+        name = next((name for name, one in module.named_modules() if one is owner), None)
+        step = running_step()
+        if step is None or name is None:
+            clear()
+        else:
+            step.defer(f"the zero_grad of {name or 'self'}", clear)
+
     # Both a LightningOptimizer and torch's optimizer in it are covered: users reach the inner one, too.
     with overridden() as override, _clipping_by(clips), _backwards_given_to(meet_backward, in_step=True):
+        override(nn.Module, "zero_grad", zero_grad)
         for kind, owner, name, what in _calls(module):
             function = getattr(owner, name)
             if kind is _Kind.ONCE:
@@ -103,6 +114,7 @@ def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
         return torch.zeros((), device=module.device)  # the norm of gradients
 
     with overridden() as override, _clipping_by(lambda function: nothing), _backwards_given_to(note):
+        override(nn.Module, "zero_grad", lambda *args, **kwargs: None)
         override(module.trainer.strategy, "backward", note)  # which manual_backward calls
         for kind, owner, name, _ in _calls(module):
             override(owner, name, step if kind is _Kind.UPDATE else lambda *args, **kwargs: None)

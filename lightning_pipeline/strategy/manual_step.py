@@ -15,6 +15,7 @@ from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.suspended import Suspended, running_step
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.recording.cleared_gradients import Clearing
 
 from .hooks import has_hook
 from .manual import Closure, batch_calls_met
@@ -63,6 +64,7 @@ class ManualStep:
             run_backward=backward_of(module)[0],
             after_backward=stages.after_backward,
             seed=self._runner.training_seed(),
+            clearing=Clearing(_later),
             batch=self,
         )
         with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
@@ -139,6 +141,15 @@ class ManualStep:
         if len(found) < len(values):
             return None
         return self._runner.loss_of_batch(found, [state.num_samples for state in self._states.values()])
+
+
+def _later(what: str, clear: Callable[[], None]) -> None:
+    """Clear a gradient where the micro-batches of a hand-optimized step next meet."""
+    step = running_step()
+    if step is None:
+        clear()
+    else:
+        step.defer(what, clear)
 
 
 @contextmanager

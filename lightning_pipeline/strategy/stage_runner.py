@@ -16,6 +16,7 @@ from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.batches import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
+from lightning_pipeline.recording.cleared_gradients import Clearing
 
 from .._lightning import rank_zero_info, rank_zero_warn
 from .group_settings import digest_of_groups, refuse_other_settings
@@ -138,6 +139,7 @@ class StageRunner:
             after_backward=self._stages.after_backward,
             can_split=is_plain,
             seed=self.training_seed(),
+            clearing=Clearing(accumulates=not is_first),
         )
         with self._session.optimizers.refused_in("training_step"):
             used = list(self._session.optimizers.optimizers)

@@ -1,0 +1,97 @@
+"""Gradients that the user clears: in steps, where micro-batches do it together, and in hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.habits.by_hand import ByHand
+from tests.habits.modules import Layers
+from tests.habits.table import habit
+
+
+@habit(plain=False)
+class StepSetsGradientsToNone(Layers):
+    """A step clears all gradients in the quick way, which with automatic optimization changes nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for p in self.parameters():
+            p.grad = None
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class StepClearsModule(Layers):
+    """Likewise by the module's `zero_grad`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class StepClearsModuleToZeros(Layers):
+    """Likewise, to zeros."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.zero_grad(set_to_none=False)
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class StepClearsOptimizer(Layers):
+    """Likewise by the optimizer's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class StepDeletesGradients(Layers):
+    """Likewise by `del`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for p in self.parameters():
+            del p.grad
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class SetsGradientsToNoneByHand(ByHand):
+    """A hand-optimized step clears gradients in the quick way."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for p in self.parameters():
+            p.grad = None
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+@habit(plain=False, trainer={"accumulate_grad_batches": 2})
+class HookClearsAccumulated(Layers):
+    """Gradients of a window are cleared in its middle."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for p in self.layers[1:].parameters():
+            p.grad = None
+
+
+@habit(plain=False)
+class ClearsGradientsOfModules(ByHand):
+    """Gradients are cleared by a layer's and by the module's own `zero_grad`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.zero_grad()
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.manual_backward(loss)
+        self.layers[0].zero_grad()
+        self.layers[3].zero_grad(set_to_none=False)
+        loss = F.cross_entropy(self(x) * 1.1, y)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("train_loss", loss)
