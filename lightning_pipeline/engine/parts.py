@@ -185,4 +185,6 @@ class StepParts:
             if placement[visit] == rank:
                 transfer.catch(state.on(visit).kept_leaves[strand])
             carried.transfers.add(transfer)
+            if any(fork.strand == strand for fork in part.visits[visit - 1].forks):
+                carried.transfers.note_use(strand.value, transfer.source)  # which comes next, of the sender's own
         carried.crossing = []

@@ -509,3 +509,32 @@ class SharedWeightInTwoBackwards(Layers):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.optimizers().step()
+
+
+@habit(plain=False)
+class FadesInByHand(Layers):
+    """What an early layer gives is used on the next stage and then on its own, before a later backward of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(WIDTH, 1)
+
+    def generated(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        later = self.layers[2](hidden)
+        return torch.tanh(0.6 * self.layers[1].linear(hidden) + 0.4 * later)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        made = self.generated(x.flip(1))
+        loss = self.critic(self.layers[3](x)).square().mean() + self.critic(self.layers[3](made.detach())).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        loss = F.cross_entropy(self.head(made), y) - self.critic(self.layers[3](made)).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("train_loss", loss)
