@@ -377,8 +377,7 @@ def _refuse_gradient(line: str) -> Callable[[Tensor], None]:
 
 
 def learns_everywhere(held: Sequence[Holders], tensors: Sequence[Tensor]) -> bool:
-    """Whether a graph begins at tensors that all ranks have, as those of a callback's probe, and at no others: it is to
-    be on all ranks, for their gradients.
+    """Whether a graph begins at tensors that all ranks have, as those of a callback's probe, or an input whose gradient
+    shows what a model looks at: it is to be on all ranks, for their gradients. What comes from other ranks has none.
     """
-    asking = [holders for holders, tensor in zip(held, tensors, strict=True) if tensor.requires_grad]
-    return bool(asking) and all(holders is None for holders in asking)
+    return any(holders is None and tensor.requires_grad for holders, tensor in zip(held, tensors, strict=True))

@@ -449,3 +449,28 @@ class ValidationWritesUnderEnableGrad(Layers):
             first.mul_(0.5)
             x = self.layers[2](first) + x
             self.log("val_loss", F.cross_entropy(self.head(x), y))
+
+
+@habit(observed=["seen"], plain=False)
+class SaliencyInHooks(Layers):
+    """Hooks ask for the gradient of what the model gives with respect to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def saliency(self) -> Tensor:
+        with torch.enable_grad():
+            x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+            [gradient] = torch.autograd.grad(self(x).square().sum(), x)
+        return gradient
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(self.saliency())
+        self.log("saliency", self.seen[-1].norm())
+
+    def on_train_end(self) -> None:
+        self.seen.append(self.saliency())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
