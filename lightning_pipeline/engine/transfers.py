@@ -149,8 +149,8 @@ class Transfers:
         arrived = begun_at(arrived, begin) if begin else arrived
         if returns:
             arrived = transfer.arrive(arrived.requires_grad_())
-        elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
-            arrived = written_into(arrived.requires_grad_())
+        elif spec.requires_grad:
+            arrived = requiring_gradients(arrived)
         return arrived
 
     def repeat(
@@ -290,6 +290,12 @@ class Transfers:
             if caught is not None and caught.gradient is not None:
                 total = reduce(add, uses[index].gradients(), total)
         return transfer.padded(total)
+
+
+def requiring_gradients(tensor: Tensor) -> Tensor:
+    """A tensor as it is under enable_grad in an evaluation, where kernels are others than under no_grad."""
+    with torch.enable_grad():
+        return written_into(tensor.requires_grad_())
 
 
 def written_into(leaf: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState, take_earlier_values
 from lightning_pipeline.engine.offloading import Offload
-from lightning_pipeline.engine.transfers import written_into
+from lightning_pipeline.engine.transfers import requiring_gradients, written_into
 from lightning_pipeline.engine.waiting import WaitingActivations
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -222,8 +222,8 @@ class Visit:
                 # The step may modify its input in place, which autograd forbids for a leaf.
                 inside.received[strand] = tensor.requires_grad_()
                 tensor = written_into(tensor)
-            elif spec.requires_grad:  # under enable_grad in an evaluation, where kernels are others than under no_grad
-                tensor = written_into(tensor.requires_grad_())
+            elif spec.requires_grad:
+                tensor = requiring_gradients(tensor)
             use.append(tensor)
         inside.arriving = None
         return use
