@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.habits.by_hand import ByHand
-from tests.habits.modules import Layers
+from tests.habits.modules import Layer, Layers
 from tests.habits.table import habit
 
 
@@ -95,3 +95,34 @@ class ClearsGradientsOfModules(ByHand):
         self.manual_backward(loss)
         optimizer.step()
         self.log("train_loss", loss)
+
+
+@habit(plain=False)
+class NoneBeforeBackwardByHand(ByHand):
+    """Likewise between forward and backward, by the optimizer's groups, and by a layer's own forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        for group in self.optimizers().param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        self.manual_backward(loss)
+        self.optimizers().step()
+        del self.head.weight.grad
+        self.manual_backward(0.5 * self.loss(batch))
+        self.optimizers().step()
+        self.log("train_loss", loss)
+
+
+class Clearing(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.linear.weight.grad = None
+        return super().forward(x)
+
+
+@habit(plain=False)
+class LayersClearTheirOwn(ByHand):
+    """A layer's forward clears its own gradient."""
+
+    layer = Clearing
