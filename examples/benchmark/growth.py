@@ -80,7 +80,10 @@ def of_start(contender: str, num_ranks: int, num_steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "seconds"
         task = json.dumps([contender, num_ranks, str(output), time.time()])
-        subprocess.run([sys.executable, __file__, START, task], env=environment(), check=True, capture_output=True)
+        command = [sys.executable, __file__, START, task]
+        ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        if not output.exists():  # Gloo may abort a process that ends, which is no matter here
+            raise RuntimeError(f"{contender} on {num_ranks} ranks has not come to its first step:\n{ended.stderr}")
         return float(output.read_text())
 
 
