@@ -53,25 +53,13 @@ class Wanted(NamedTuple):
     gradient: bool
 
 
-class _Call(NamedTuple):
-    """The first rank is at this call.
-
-    Attributes:
-        drawn: the states of its generators, if the call draws and it has drawn before.
-    """
-
-    place: Any
-    line: str
-    wanted: tuple[Wanted, ...]
-    drawn: Given | None = None
-
-
 class Logged(NamedTuple):
     """A call of `self.log`.
 
     Attributes:
         hook: in which it is made, by Lightning's name.
         value: a number, a tensor, or a dict of them.
+        is_told: other ranks are told all of it; else a metric or a function is each rank's own.
     """
 
     hook: str | None
@@ -79,6 +67,22 @@ class Logged(NamedTuple):
     value: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
+    is_told: bool = True
+
+
+class _Call(NamedTuple):
+    """The first rank is at this call.
+
+    Attributes:
+        drawn: the states of its generators, if the call draws and it has drawn before.
+        logged: what it logs, if the call does that.
+    """
+
+    place: Any
+    line: str
+    wanted: tuple[Wanted, ...] = ()
+    drawn: Given | None = None
+    logged: Logged | None = None
 
 
 class _Over(NamedTuple):
@@ -87,14 +91,12 @@ class _Over(NamedTuple):
     Attributes:
         stops: training is to stop.
         changed: what it has changed.
-        logged: what it has logged since it asked for the rank.
         has_kept_rank: its code may go by its rank in later hooks without asking again.
         drawn: the states of its generators, if it has drawn.
     """
 
     stops: bool
     changed: tuple[Changed, ...]
-    logged: tuple[Logged, ...]
     has_kept_rank: bool
     drawn: Given | None
 
@@ -128,7 +130,6 @@ class FirstRank:
         history: a number that tells which of them first ranks have changed in hooks so far: as replicas ask for other
             ranks, one of them may do what another does not.
         last_changed: names of those that were changed last.
-        logged: what this rank has logged since the hook asked for the rank.
         lacking: after the hook, on the others, what the first rank alone has logged.
     """
 
@@ -139,7 +140,6 @@ class FirstRank:
         self.draws = FirstRankDraws(direct.device)
         self.history = 0
         self.last_changed = ""
-        self.logged: list[Logged] = []
         self.lacking: list[Logged] = []
         self._over: _Over | None = None
 
@@ -148,20 +148,26 @@ class FirstRank:
         if self._direct.rank:
             self._keys.hold()
         self.changes.begin()
-        self.logged = []
+        self.lacking = []
         self.draws.begin()
         self._over = None
 
-    def note_logged(self, logged: Logged) -> None:
-        """Take note of what the hook has logged since it asked for the rank."""
+    def log(self, place: Any, line: str, logged: Logged) -> Logged | None:
+        """Come to a call of `self.log`. Returns what this rank is to log: what the first rank does, which may have
+        computed it alone; None if that does not come to the call.
+        """
         if not self._direct.rank:
-            told = logged.value, logged.args, logged.options
-            if not all(one is None or isinstance(one, str | Number | Tensor) for one in _torch.tree_leaves(told)):
-                return  # metrics and functions are each rank's own
-            with _torch.DisableTorchFunction():
-                value = _torch.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), logged.value)
-            logged = logged._replace(value=value)
-        self.logged.append(logged)
+            self._direct.tell(_Call(place, line, logged=_told(logged)))
+            for peer in range(1, self._direct.num_ranks):
+                self._direct.hear(peer, "its place in a hook")
+            return logged
+        while type(call := self._heard("the first rank's next call in a hook")) is _Call:
+            if call.place == place:
+                assert call.logged is not None
+                self._direct.tell_one(0, _Answer(is_there=True))
+                return logged if call.logged.value is None else logged._replace(value=call.logged.value)
+            self._give(call)
+        return None
 
     def meet(
         self, place: Any, line: str, wanted: Sequence[Wanted], *, draws: bool = False, is_for_all: bool = True
@@ -179,7 +185,7 @@ class FirstRank:
             while type(call := self._heard("the first rank's next call in a hook")) is not _Call or call.place != place:
                 if type(call) is _Call:
                     self._give(call)
-                elif type(call) is _Over and not is_for_all:
+                elif not is_for_all:
                     return None
                 else:
                     _refuse_part(f"{self._direct.name_of(self._direct.rank)} runs", line)
@@ -222,7 +228,7 @@ class FirstRank:
         if not self._direct.rank:
             changed = self.changes.found()
             drawn = self.draws.given()
-            self._direct.tell(_Over(stops, changed, tuple(self.logged), in_hook.has_kept_rank, drawn))
+            self._direct.tell(_Over(stops, changed, in_hook.has_kept_rank, drawn))
             self.draws.are_alike()
             in_hook.is_rank_kept = in_hook.has_kept_rank
             self._note(changed)
@@ -230,15 +236,8 @@ class FirstRank:
                 self.changes.give(changed)
             return stops
         while type(call := self._heard("the end of a hook on the first rank")) is not _Over:
-            if type(call) is not _Call:
-                raise RuntimeError(
-                    f"the first rank alone went on to what all ranks do together ({type(call).__name__}), in a hook "
-                    f"that asks for the rank: let every rank run it, as trainer.save_checkpoint"
-                )
             self._give(call)
         in_hook.is_rank_kept = call.has_kept_rank
-        own = {one.name for one in self.logged}
-        self.lacking = [one for one in call.logged if one.name not in own]
         self.draws.take(call.drawn)
         self._note(call.changed)
         if call.changed:
@@ -254,13 +253,25 @@ class FirstRank:
         """What the first rank tells next. When it has come to the end of the hook, nothing more comes."""
         if self._over is None:
             heard = self._direct.hear(0, what)
-            if type(heard) is not _Over:
+            if type(heard) is _Call:
                 return heard
+            if type(heard) is not _Over:
+                raise RuntimeError(
+                    f"the first rank alone went on to what all ranks do together ({type(heard).__name__}), in a hook "
+                    f"that asks for the rank: let every rank run it"
+                )
             self._over = heard
         return self._over
 
     def _give(self, call: _Call) -> None:
         """Give the first rank the operands of its call, which this rank does not run."""
+        if call.logged is not None:
+            if not call.logged.is_told:
+                raise RuntimeError(
+                    f"the first rank alone logs {call.logged.name!r} by a metric or a function of its own, which the "
+                    f"others are not told ({call.line}): let every rank run the line, or log a number"
+                )
+            self.lacking.append(call.logged)
         given: list[Tensor | None] = []
         for one in call.wanted:
             if one.owner == self._direct.rank:
@@ -279,9 +290,31 @@ class FirstRank:
                 self._direct.send(conform(tensor.detach(), spec), 0)
 
 
+def _told(logged: Logged) -> Logged:
+    """What other ranks are told of a call of `self.log`: not metrics and functions."""
+    with _torch.DisableTorchFunction():
+        value = _torch.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), logged.value)
+    told = logged._replace(value=value if _is_plain(value) else None)
+    if told.value is None or not _is_plain((logged.args, logged.options)):
+        told = told._replace(args=(), options={}, is_told=False)
+    return told
+
+
+def _is_plain(value: Any) -> bool:
+    return all(one is None or isinstance(one, str | Number | Tensor) for one in _torch.tree_leaves(value))
+
+
 def _refuse_part(who: str, line: str) -> NoReturn:
     raise RuntimeError(
         f"{who} this alone ({line}), on what one stage holds: let every rank run it, or the first rank alone"
+    )
+
+
+def refuse_alone(call: str) -> NoReturn:
+    """Raise for a call in which all ranks take part."""
+    raise RuntimeError(
+        f"the first rank alone calls {call}, for which it would wait for the others ({users_line()}): let every rank "
+        f"run the line"
     )
 
 

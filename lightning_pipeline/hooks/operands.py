@@ -60,6 +60,15 @@ class Exchanges:
         found = self.exchange(call, dict.fromkeys(self._out, own), self._in)
         return [found.get(rank, own) for rank in range(self._direct.num_ranks)]
 
+    def from_first(self, call: str, own: Any) -> Any:
+        """What the first rank gives. It does not wait, and the next exchange is numbered as this one."""
+        request = ExchangeRequest(self.number, call, users_line(), own)
+        if self._direct.rank:
+            return self._next(0, request)
+        for requests in self._out.values():
+            requests.append(request)
+        return own
+
     def exchange(self, call: str, give: dict[int, Any], hear: Iterable[int]) -> dict[int, Any]:
         """Give something to some ranks, and get something from some. All ranks must call it.
 

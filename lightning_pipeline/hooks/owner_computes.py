@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
-from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Wanted, wanted_of
+from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Logged, Wanted, refuse_alone, wanted_of
 from lightning_pipeline.hooks.first_rank_changes import refuse_change_alone
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.lent_memory import LentMemory
@@ -152,27 +153,25 @@ class OwnerComputes(TorchFunctionMode):
         """
         if not in_hook.is_here():
             return
-        if name is not None and in_hook.is_rank_known:
-            with _torch.DisableTorchFunction():
-                if self._meet_first_rank(name, ()) is None:
-                    return
-            raise RuntimeError(
-                f"the first rank alone calls {name}, for which it would wait for the others ({users_line()}): let "
-                f"every rank run the line"
-            )
-        in_hook.note_rank()
-        self._exchanges.send()
+        if name is None or not in_hook.is_rank_known:
+            in_hook.note_rank()
+            self._exchanges.send()
+        elif self.is_first_alone(name):
+            refuse_alone(name)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """While entered within `entered`, this package's own code sees the tensors that this rank holds."""
+    def aside(self, together: str | None = None) -> Iterator[None]:
+        """While entered within `entered`, this package's own code sees the tensors that this rank holds.
+
+        Args:
+            together: the name of what all ranks do together then, if they do.
+        """
         if not in_hook.on:
             yield
             return
         self._exchanges.send()
-        if in_hook.is_rank_known:
-            with _torch.DisableTorchFunction():  # what the first rank is given is no call of the user's
-                self._meet_first_rank("aside", ())
+        if self.is_first_alone("aside") and together is not None:
+            refuse_alone(together)
         with _torch.function_modes_taken_off() as modes:
             in_hook.on = False
             try:
@@ -230,6 +229,20 @@ class OwnerComputes(TorchFunctionMode):
                     return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
             return [one.detach() for one in self._operands.gather_everywhere(tensors, what)]
 
+    def log(self, logged: Logged) -> Logged | None:
+        """Come to a call of `self.log`. Returns what this rank is to log: what the first rank does, which may have
+        computed it alone, here or in an earlier hook; None if that does not come to the call."""
+        if not in_hook.is_here():
+            return logged
+        with _torch.DisableTorchFunction():
+            if in_hook.is_rank_known:
+                self._exchanges.send()
+                return self.first_rank.log(("log", logged.name, *users_lines()), users_line(), logged)
+            value = logged.value.detach().clone() if isinstance(logged.value, Tensor) else logged.value
+            if isinstance(value, Number) or (isinstance(value, Tensor) and value.is_cpu):  # others would have to wait
+                value = self._exchanges.from_first(f"log({logged.name!r})", value)
+        return logged._replace(value=value) if self._rank else logged
+
     def is_first_alone(self, call: str) -> bool:
         """Whether the first rank alone comes to a call that waits for all ranks, in a part of a hook that only it runs.
 
@@ -238,7 +251,7 @@ class OwnerComputes(TorchFunctionMode):
         """
         if not (in_hook.is_here() and in_hook.is_rank_known):
             return False
-        with _torch.DisableTorchFunction():
+        with _torch.DisableTorchFunction():  # what the first rank is given is no call of the user's
             return self._meet_first_rank(call, ()) is not None
 
     # -- one call ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
-from lightning_pipeline.partition.users_code import in_hook
 
 from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
 from .lightning_private import call_before_checkpoints, call_hooks_within, current_hook, within_hook
@@ -41,6 +40,17 @@ def on_local_tensors(method: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with args[0].aside():  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+    return run
+
+
+def with_all_ranks(method: Callable[P, R]) -> Callable[P, R]:
+    """`on_local_tensors` for a method in which all ranks take part: one alone would wait for the others."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with args[0].aside(method.__name__):  # type: ignore[attr-defined]
             return method(*args, **kwargs)
 
     return run
@@ -174,9 +184,12 @@ def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
         if isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None):
             [value] = outside.whole([value.detach()], f"log({name!r})")
             value = value.clone()
-        type(module).log(module, name, value, *args, **kwargs)
-        if in_hook.is_here() and in_hook.is_rank_known:
-            outside.first_rank.note_logged(Logged(current_hook(module), name, value, args, kwargs))
+        logged = outside.log(Logged(current_hook(module), name, value, args, kwargs))
+        if logged is not None:
+            type(module).log(module, name, on_device(logged.value), *args, **kwargs)
+
+    def on_device(value: Any) -> Any:
+        return _torch.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), value)
 
     with overridden() as override:
         override(module, "log", log)
@@ -184,6 +197,5 @@ def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
             yield
     lacking, outside.first_rank.lacking = outside.first_rank.lacking, []
     for one in lacking:  # callbacks that go by it, such as those that stop or save, go by it on all ranks
-        value = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), one.value)
         with within_hook(module, one.hook):
-            type(module).log(module, one.name, value, *one.args, **one.options)
+            type(module).log(module, one.name, on_device(one.value), *one.args, **one.options)

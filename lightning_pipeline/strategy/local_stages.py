@@ -110,9 +110,9 @@ class LocalStages:
         """While entered, the user's code runs between steps (`OwnerComputes.entered`)."""
         return nullcontext() if self.owner_computes is None else self.owner_computes.entered(shows_states=shows_states)
 
-    def aside(self) -> AbstractContextManager[None]:
-        """While entered, within a hook, the package works on this rank's tensors as they are."""
-        return nullcontext() if self.owner_computes is None else self.owner_computes.aside()
+    def aside(self, together: str | None = None) -> AbstractContextManager[None]:
+        """While entered, within a hook, the package works on this rank's tensors (`OwnerComputes.aside`)."""
+        return nullcontext() if self.owner_computes is None else self.owner_computes.aside(together)
 
     # -- gradients and slices ---------------------------------------------------------------------------------------
 

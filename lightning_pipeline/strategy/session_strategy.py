@@ -30,7 +30,7 @@ from . import validation
 from .advisor import Advice, Observer
 from .checkpointing import Checkpoints
 from .dataloading import has_length
-from .hooks import on_local_tensors
+from .hooks import on_local_tensors, with_all_ranks
 from .lightning_private import checkpoint_io_or, leave_module_uncompiled, leave_modules_unnamed
 from .measure import after_batch
 from .peers import EVEN, evaluation_of, training_of
@@ -186,9 +186,9 @@ class SessionStrategy(ProcessStrategy):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def aside(self) -> AbstractContextManager[None]:
-        """While entered, within a hook, the strategy works on this rank's tensors as they are."""
-        return nullcontext() if self._session is None else self._session.stages.aside()
+    def aside(self, together: str | None = None) -> AbstractContextManager[None]:
+        """While entered, within a hook, the strategy works on this rank's tensors (`OwnerComputes.aside`)."""
+        return nullcontext() if self._session is None else self._session.stages.aside(together)
 
     @override
     def on_train_start(self) -> None:
@@ -270,7 +270,7 @@ class SessionStrategy(ProcessStrategy):
         finally:
             self._accumulating = False
 
-    @on_local_tensors
+    @with_all_ranks
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the whole model's gradients, over stages and replicas; each shared parameter counts once.
 
@@ -280,7 +280,7 @@ class SessionStrategy(ProcessStrategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    @on_local_tensors
+    @with_all_ranks
     def gather_module(self) -> LightningModule | None:
         """On rank 0 a copy of the module with all weights, on the CPU, to save or export; None elsewhere.
 
@@ -299,17 +299,17 @@ class SessionStrategy(ProcessStrategy):
         self._checkpoint_io = io
 
     @override
-    @on_local_tensors
+    @with_all_ranks
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._checkpoints.module_state(super().lightning_module_state_dict)
 
     @override
-    @on_local_tensors
+    @with_all_ranks
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     @override
-    @on_local_tensors
+    @with_all_ranks
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -322,17 +322,17 @@ class SessionStrategy(ProcessStrategy):
         super().remove_checkpoint(filepath)
 
     @override
-    @on_local_tensors
+    @with_all_ranks
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
 
     @override
-    @on_local_tensors
+    @with_all_ranks
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._checkpoints.load_module(super().load_model_state_dict, checkpoint, strict=strict)
 
     @override
-    @on_local_tensors
+    @with_all_ranks
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from tests.habits.checkpointing import folder_of
 from tests.habits.modules import CLASSES, WIDTH, Evaluated, Layers
@@ -640,3 +641,121 @@ class CountedOnFirstRankForSchedule(Layers):
     def on_train_epoch_start(self) -> None:
         for group in self.optimizers().param_groups:
             group["lr"] = 0.1 / (1 + self.epochs)
+
+
+class ByOwnLog(Layers):
+    """What is logged decides when to stop, what to save, and the rate."""
+
+    value: Any = 0.0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, mode="max")
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "monitor": "own"}}
+
+
+DECIDING: dict[str, Any] = {
+    "plain": False,
+    "shows": False,
+    "epochs": 4,
+    "trainer": {"enable_checkpointing": True},
+    "callbacks": lambda: [
+        ModelCheckpoint(monitor="own", save_on_train_epoch_end=True),
+        EarlyStopping("own", patience=1, mode="max", check_on_train_epoch_end=True),
+    ],
+}
+
+
+@habit(**DECIDING)
+class LogsOnAllWhatFirstRankComputed(ByOwnLog):
+    """All ranks log a number that the first one alone has computed in the same hook."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.value = -self.current_epoch - self.head.bias.norm().item() / 100
+        self.log("own", self.value)
+        self.log_dict({"twice": 2 * self.value, "tensor": torch.tensor(float(self.value))})
+
+
+@habit(**DECIDING)
+class LogsOnAllWhatFirstRankKept(ByOwnLog):
+    """All ranks log a number that the first one alone has computed in an earlier hook."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.is_global_zero:
+            self.value = -self.current_epoch - self.head.bias.norm().item() / 100
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own", self.value)
+
+
+@habit(**DECIDING)
+class LogsByRankAtTwoLines(ByOwnLog):
+    """The first rank logs the norm, and the others log something else by the same name."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("own", -self.current_epoch - self.head.bias.norm() / 100)
+        else:
+            self.log("own", 0.0)
+            self.log("other", 0.0)
+
+
+@habit(**DECIDING)
+class LogsTwiceOnFirstRank(ByOwnLog):
+    """All ranks log, and the first one alone logs again by the same name; one by one, and alone twice."""
+
+    def on_train_epoch_end(self) -> None:
+        self.is_first = self.trainer.is_global_zero
+        self.log("own", -float(self.current_epoch))
+        if self.is_first:
+            self.log("own", -self.head.bias.norm() / 100)
+            self.log("norm", self.head.bias.norm())
+            self.log("norm", self.layers[0].linear.bias.norm())
+
+
+@habit(plain=False, shows=False, expect=error(r"first_rank\.py:\d+: self\.trainer\.save_checkpoint.*let every rank"))
+class SavesCheckpointOnFirstRank(Layers):
+    """The first rank alone saves a checkpoint, for which Lightning asks all ranks."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.trainer.save_checkpoint(folder_of(self) / "own.ckpt")
+
+
+@habit(plain=False, shows=False, expect=error(r"calls grad_norm.*first_rank\.py:\d+.*let every rank"))
+class NormByStrategyOnFirstRank(Layers):
+    """The first rank alone asks the strategy for the norm over all stages."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.is_global_zero and hasattr(self.trainer.strategy, "grad_norm"):
+            print(self.trainer.strategy.grad_norm())
+
+
+@habit(plain=False, shows=False, expect=error(r"'metric' by a metric.*first_rank\.py:\d+.*let every rank"))
+class LogsMetricOnFirstRank(Evaluated):
+    """The first rank alone logs a metric, whose states are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def on_train_epoch_end(self) -> None:
+        self.metric.update(1.0)
+        if self.trainer.is_global_zero:
+            self.log("metric", self.metric)
+
+
+@habit(plain=False, shows=False, observed=["norms"])
+class GradNormOnFirstRank(Layers):
+    """The first rank alone asks for the norms of gradients by Lightning's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        found = {}
+        if self.trainer.is_global_zero:
+            found = {name: float(norm) for name, norm in grad_norm(self, 2).items()}
+        self.norms.append(self.trainer.strategy.broadcast(found))
