@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -290,6 +292,19 @@ def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextM
             vars(data_connector)["_InfiniteBarrier"] = _InfiniteBarrier
 
     connector.prepare_data = prepare_data  # type: ignore[method-assign]
+
+
+def is_before_setup(barrier: str | None) -> bool:
+    """Whether this names Lightning's barrier after it has made loggers, and before hooks set data and modules up."""
+    return barrier == "pre_setup"
+
+
+def asks_for_log_dir() -> bool:
+    """Whether `trainer.log_dir`, which has no function of its own in a strategy, calls `broadcast`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "broadcast":
+        frame = frame.f_back
+    return frame is not None and frame.f_code is vars(Trainer)["log_dir"].fget.__code__
 
 
 def call_before_each_batch(trainer: Trainer, function: Callable[[], None], override: Override) -> None:

@@ -34,7 +34,7 @@ from ..accelerators.npu import warn_of_unused_npus
 from ..accelerators.rank_table_environment import RankTableEnvironment, check_processes, with_rank_table
 from ..accelerators.single_npu import fit_to_device
 from .launcher import ForkLauncher, PipelineLauncher
-from .lightning_private import connect_processes, wait_for_data_within
+from .lightning_private import asks_for_log_dir, connect_processes, is_before_setup, wait_for_data_within
 from .peers import Peers, settings_of, versions
 from .rank_zero import NotedRank, begin_run, note_rank
 
@@ -69,6 +69,7 @@ class ProcessStrategy(ParallelStrategy):
         self.peers = Peers()
         self.told_replicas: int | None = None
         self._in_run = ExitStack()
+        self._log_dirs: dict[Any, Any] = {}  # that the first rank has told in this run, by this rank's own
 
     @property
     def module(self) -> LightningModule:
@@ -214,6 +215,7 @@ class ProcessStrategy(ParallelStrategy):
         super().setup_environment()
         self.peers = Peers()  # whatever became of an earlier run
         self._in_run.close()
+        self._log_dirs.clear()
         begin_run(self.module.trainer)
         self._in_run.enter_context(functions_as_torch_has_them())
         self._in_run.enter_context(types_told())
@@ -328,12 +330,19 @@ class ProcessStrategy(ParallelStrategy):
             what = f"all ranks at the barrier {name!r}" if name else "all ranks at a barrier"
             with waiting_for(what, is_for_all=True):
                 dist.barrier()
+            if is_before_setup(name):
+                _ = self.module.trainer.log_dir  # it is known from here on, where the first rank may ask for it alone
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized() or self.world_size == 1 or self.peers.has_failed:
             return obj
+        is_log_dir = asks_for_log_dir()
+        if is_log_dir and obj in self._log_dirs:
+            return self._log_dirs[obj]
         objects = [obj]
         with waiting_for(f"what rank {src} tells all ranks", is_for_all=True):
             dist.broadcast_object_list(objects, src)
+        if is_log_dir:
+            self._log_dirs[obj] = objects[0]
         return objects[0]

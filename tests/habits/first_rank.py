@@ -759,3 +759,22 @@ class GradNormOnFirstRank(Layers):
         if self.trainer.is_global_zero:
             found = {name: float(norm) for name, norm in grad_norm(self, 2).items()}
         self.norms.append(self.trainer.strategy.broadcast(found))
+
+
+@habit(plain=False, shows=False, trainer=lambda folder: {"logger": CSVLogger(folder)})  # the file is compared
+class FolderOfLogsInSetup(Layers):
+    """The first rank alone makes a folder where logs go, before the module is set up."""
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.is_global_zero:
+            self.write("setup")
+        self.write_under_rank_zero_only()
+
+    @rank_zero_only
+    def write_under_rank_zero_only(self) -> None:
+        self.write("rank_zero_only")
+
+    def write(self, name: str) -> None:
+        path = Path(self.trainer.log_dir or "") / "own" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
