@@ -145,6 +145,17 @@ def hooks_see_gradients(module: LightningModule) -> bool:
     return any(_is_users(hook, module, trainer) for hook in hooks)
 
 
+_AFTER_STEPS = (
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("optimizer_step", "on_before_zero_grad", "optimizer_zero_grad", "lr_scheduler_step", "on_train_batch_end"),
+)
+
+
+def hooks_end_batches(module: LightningModule) -> bool:
+    """Whether hooks of the user's run between a training step and the next batch."""
+    return any(_is_users(hook, module, module.trainer) for hook in _AFTER_STEPS)
+
+
 def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
     if hasattr(LightningModule, hook) and is_overridden(hook, module):
         return True

@@ -12,11 +12,14 @@ import torch
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.draws import GeneratorInSteps, forget_states
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
+from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.recording.patched_layers import fast_paths_open
+from lightning_pipeline.runtime.replicas import Replicas
 
-from .._lightning import Trainer, TrainerFn
+from .._lightning import Trainer, TrainerFn, is_overridden
 from .graph_logging import skip_graphs
-from .hooks import follow_hooks, refuse_states_in_hooks
+from .hooks import follow_hooks, hooks_end_batches, refuse_states_in_hooks
+from .lightning_loops import call_before_stopping, validate_by_first_clock
 from .lightning_private import (
     call_before_update,
     compare_parameters_by_identity,
@@ -24,7 +27,6 @@ from .lightning_private import (
     measure_replicas,
     silence_sync_warning,
     skip_before_transfer,
-    validate_by_first_clock,
 )
 from .manual import backwards_met
 from .patches import agree_on_overflow, leave_synced_over, shared_statistics, silence_writers, sync_over
@@ -93,6 +95,29 @@ def _let_many_agree(session: Session, override: Override) -> None:
     if (scaler := getattr(plugin, "scaler", None)) is not None:
         agree_on_overflow(scaler, session.device, override)
     sync_over(None if replicas is None else replicas.group, override)
+    if is_overridden("on_train_batch_start", session.module):
+        _skip_together(session, override)
+    if replicas is not None:
+        agree, after_batches = partial(_agree_on_stopping, trainer, replicas), hooks_end_batches(session.module)
+        call_before_stopping(trainer, agree, override, after_batches=after_batches)
+
+
+def _skip_together(session: Session, override: Override) -> None:
+    """Let all ranks leave out the rest of an epoch, where the hook of one replica says so or that of the first rank."""
+    hook = session.module.on_train_batch_start
+
+    def run(*args: Any) -> Any:
+        response = hook(*args)
+        if session.replicas is None and not in_hook.is_rank_known:
+            return response
+        return -1 if session.strategy.reduce_boolean_decision(response == -1, all=False) else None
+
+    override(session.module, "on_train_batch_start", InPlaceOf(hook, run))
+
+
+def _agree_on_stopping(trainer: Trainer, replicas: Replicas) -> None:
+    """Stop all replicas where the code of one asks for it, as by its samples, or as the first rank."""
+    trainer.should_stop = any(stops for (stops,) in replicas.gather_numbers(float(trainer.should_stop)))
 
 
 def _is_in_inference(trainer: Trainer) -> bool:

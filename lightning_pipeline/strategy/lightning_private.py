@@ -307,22 +307,6 @@ def asks_for_log_dir() -> bool:
     return frame is not None and frame.f_code is vars(Trainer)["log_dir"].fget.__code__
 
 
-def call_before_each_batch(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
-    """Call `function` before each training batch is fetched, where there is no hook.
-
-    Lightning broadcasts there whether the first rank has to stop, and ignores a failed broadcast; this disables it.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    advance = loop.advance
-
-    def advance_after(data_fetcher: Any) -> None:
-        function()
-        advance(data_fetcher)
-
-    override(loop, "advance", advance_after)
-    override(loop, "_broadcast_sigterm_tensor", lambda: None)
-
-
 def measure_replicas(trainer: Trainer, num_replicas: int) -> None:
     """Let Lightning's ThroughputMonitor, which multiplies by the number of devices, count a replica as one device: its
     ranks share one batch, and their FLOPs add up."""
@@ -332,19 +316,6 @@ def measure_replicas(trainer: Trainer, num_replicas: int) -> None:
                 throughput.world_size = num_replicas
                 if callback.available_flops is not None:
                     throughput.available_flops = callback.available_flops * (trainer.world_size // num_replicas)
-
-
-def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], override: Override) -> None:
-    """Where validation is due by the clock, let all ranks follow the first one's clock.
-
-    Args:
-        agree: gives every rank the first one's value.
-    """
-    if getattr(trainer, "_val_check_time_interval", None) is None:
-        return
-    loop = trainer.fit_loop.epoch_loop
-    is_due = loop._should_check_val_fx
-    override(loop, "_should_check_val_fx", lambda data_fetcher: agree(is_due(data_fetcher)))
 
 
 def call_hooks_within(

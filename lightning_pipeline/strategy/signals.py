@@ -1,4 +1,4 @@
-"""SIGTERM and SLURM's requeue signal: all ranks act on them after the same batch."""
+"""SIGTERM, SLURM's requeue signal and `trainer.should_stop`: all ranks act on them after the same batch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Any
 from lightning_pipeline.partition.overrides import Override
 
 from .._lightning import LightningModule, SIGTERMException, TrainerFn, rank_zero_info
-from .lightning_private import (
-    call_before_each_batch,
-    replace_signal_handlers,
-    requeue_slurm_job,
-    set_received_sigterm,
-)
+from .lightning_loops import call_before_each_batch
+from .lightning_private import replace_signal_handlers, requeue_slurm_job, set_received_sigterm
 
 TERMINATE = 1
 REQUEUE = 2
+STOP = 4
 
 
 def merge(noted: Iterable[float]) -> float:
@@ -59,8 +56,8 @@ class Signals:
 
     @property
     def noted(self) -> float:
-        """What has arrived on this rank, for the exchange after a step."""
-        return float(self._noted)
+        """What has arrived on this rank, or its code has asked for, for the exchange after a step."""
+        return float(self._noted | (STOP if self._module.trainer.should_stop else 0))
 
     def act_on(self, noted: float, *, by_all: bool) -> None:
         """After a step: act on what the ranks that ran it have received.
@@ -73,6 +70,8 @@ class Signals:
         if not wanted:
             return
         trainer = self._module.trainer
+        if wanted & STOP:  # it may be one rank's code that asks for it
+            trainer.should_stop = True
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not by_all:
             return

@@ -223,6 +223,70 @@ class StopsOnFirstRankAfterValidation(Evaluated):
             self.trainer.should_stop = True
 
 
+@habit(plain=False)
+class StopsInStepOnFirstRank(Layers):
+    """In a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.is_global_zero and self.trainer.global_step == 3:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False)
+class StopsInValidationStepOnFirstRank(Evaluated):
+    """In a step of a validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.is_global_zero and self.trainer.global_step == 3:
+            self.trainer.should_stop = True
+        return super().validation_step(batch, batch_idx)
+
+
+@habit(epochs=4)
+class StopsOnFirstRankBeforeEpoch(Layers):
+    """As an epoch begins."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.is_global_zero and self.current_epoch == 2:
+            self.trainer.should_stop = True
+
+
+@habit(epochs=4)
+class StopsOnFirstRankAfterEpoch(Layers):
+    """As an epoch ends."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero and self.current_epoch == 1:
+            self.trainer.should_stop = True
+
+
+@habit(plain=False)
+class StopsByHandOnFirstRank(Layers):
+    """In a hand-optimized step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.trainer.is_global_zero and batch_idx == 1:
+            self.trainer.should_stop = True
+
+
+@habit(plain=False)
+class SkipsRestOfEpochOnFirstRank(Layers):
+    """A hook that leaves out the rest of an epoch says so on the first rank alone."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.trainer.is_global_zero and self.trainer.global_step == 2 else None
+
+
 class Scaled(Evaluated):
     """Outputs are scaled by a buffer."""
 
@@ -701,17 +765,17 @@ class LogsByRankAtTwoLines(ByOwnLog):
             self.log("other", 0.0)
 
 
-@habit(**DECIDING)
+@habit(**DECIDING, replicated=error("metric `own` which is not available"))  # as with DDP
 class LogsTwiceOnFirstRank(ByOwnLog):
-    """All ranks log, and the first one alone logs again by the same name; one by one, and alone twice."""
+    """All ranks log, and the first one alone logs again by the same name, and another name twice."""
 
     def on_train_epoch_end(self) -> None:
         self.is_first = self.trainer.is_global_zero
-        self.log("own", -float(self.current_epoch))
+        self.log("norm", self.head.bias.norm())
         if self.is_first:
-            self.log("own", -self.head.bias.norm() / 100)
-            self.log("norm", self.head.bias.norm())
             self.log("norm", self.layers[0].linear.bias.norm())
+            self.log("own", -float(self.current_epoch))
+            self.log("own", -self.head.bias.norm() / 100)
 
 
 @habit(plain=False, shows=False, expect=error(r"first_rank\.py:\d+: self\.trainer\.save_checkpoint.*let every rank"))

@@ -1,0 +1,73 @@
+"""The private parts of Lightning's loops that the strategy needs. Each function says why; see `lightning_private`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_pipeline.partition.overrides import Override
+
+from .._lightning import Trainer
+
+
+def call_before_each_batch(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
+    """Call `function` before each training batch is fetched, where there is no hook.
+
+    Lightning broadcasts there whether the first rank has to stop, and ignores a failed broadcast; this disables it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def advance_after(data_fetcher: Any) -> None:
+        function()
+        advance(data_fetcher)
+
+    override(loop, "advance", advance_after)
+    override(loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def call_before_stopping(
+    trainer: Trainer, function: Callable[[], None], override: Override, *, after_batches: bool
+) -> None:
+    """Call `function` where a fit goes on to look at `trainer.should_stop`, after hooks that may have set it.
+
+    Args:
+        after_batches: also after each training batch, and not only after the hooks around epochs and validations.
+    """
+    fit = trainer.fit_loop
+    before: list[tuple[Any, str]] = [(fit, "run")]
+    if after_batches:
+        before.append((trainer._logger_connector, "update_train_step_metrics"))
+    after = [
+        (fit.epoch_loop.val_loop, "run"),
+        (fit, "on_run_start"),
+        (fit, "on_advance_start"),
+        (fit, "on_advance_end"),
+    ]
+
+    def calling(plain: Callable[..., Any], is_first: bool) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if is_first:
+                function()
+            result = plain(*args)
+            if not is_first:
+                function()
+            return result
+
+        return run
+
+    for place in (*before, *after):
+        override(*place, calling(getattr(*place), place in before))
+
+
+def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], override: Override) -> None:
+    """Where validation is due by the clock, let all ranks follow the first one's clock.
+
+    Args:
+        agree: gives every rank the first one's value.
+    """
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        return
+    loop = trainer.fit_loop.epoch_loop
+    is_due = loop._should_check_val_fx
+    override(loop, "_should_check_val_fx", lambda data_fetcher: agree(is_due(data_fetcher)))
