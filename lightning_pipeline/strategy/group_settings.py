@@ -4,54 +4,123 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.runtime.transport import Transport
+from lightning_pipeline.partition.ownership import holders_of
+from lightning_pipeline.partition.placeholder import Placeholder
+
+if TYPE_CHECKING:
+    from .session import Session
 
 Settings = dict[str, object]
 
 
-def settings_of_groups(optimizers: Iterable[Optimizer]) -> list[list[Settings]]:
-    """The numbers in each optimizer's groups of parameters."""
-    return [
-        [
-            {name: _plain(value) for name, value in group.items() if _is_setting(value)}
-            for group in optimizer.param_groups
-        ]
-        for optimizer in optimizers
+class GroupSettings:
+    """Compares what the code of each rank and replica sets, with the numbers that a training step exchanges anyway.
+
+    The settings are compared that there are, and those with which optimizers have updated since, as code may set them
+    in a hook right before an update, and back after it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._at_updates: list[tuple[str, list[Settings]]] = []
+        self._compared: list[tuple[str, list[Settings]]] = []
+
+    def make_whole(self, optimizer: Optimizer) -> None:
+        """Before an update, give all ranks what the user's code has computed of one stage's tensors and set. All ranks
+        must call it."""
+        outside = self._session.stages.owner_computes
+        if outside is not None:
+            for group in optimizer.param_groups:
+                partial = {name: value for name, value in group.items() if _is_partial(value)}
+                if partial:
+                    group.update(zip(partial, outside.whole(list(partial.values()), "a setting"), strict=True))
+
+    def note_update(self, optimizer: Optimizer) -> None:
+        """An optimizer has updated."""
+        self._at_updates.append(_settings_of(optimizer))
+
+    def digest(self) -> float:
+        """A number that is the same on ranks that have the same settings."""
+        now = [_settings_of(optimizer) for optimizer in self._session.optimizers.optimizers]
+        self._compared, self._at_updates = self._at_updates + now, []
+        return float(zlib.crc32(repr(self._compared).encode()))
+
+    def check_stages(self, digests: Iterable[float]) -> None:
+        """Compare with other stages. All ranks of the pipeline must call it with the same."""
+        if len(set(digests)) > 1:
+            transport = self._session.transport
+            assert transport is not None  # there are several stages
+            ranks = range(transport.num_stages)
+            told = [transport.broadcast_object(self._compared, rank, "optimizers' settings") for rank in ranks]
+            _refuse(told, [transport.name_of(rank) for rank in ranks])
+
+    def check_replicas(self, digests: Iterable[float]) -> None:
+        """Compare with the other replicas. All ranks of a stage must call it with the same."""
+        if len(set(digests)) > 1:
+            replicas = self._session.replicas
+            assert replicas is not None
+            told = replicas.gather_objects(self._compared)
+            _refuse(told, [f"replica {replica}" for replica in range(len(told))])
+
+    def check_last(self) -> None:
+        """After the last update, which no step follows. All ranks must call it."""
+        transport, replicas, digest = self._session.transport, self._session.replicas, self.digest()
+        if transport is not None:
+            found = transport.all_gather_vector(torch.tensor([digest], dtype=torch.float64), "optimizers' settings")
+            self.check_stages(found.flatten().tolist())
+        if replicas is not None:
+            self.check_replicas(number for (number,) in replicas.gather_numbers(digest))
+
+
+def _settings_of(optimizer: Optimizer) -> tuple[str, list[Settings]]:
+    """An optimizer's class, and the numbers in its groups of parameters."""
+    groups = [
+        {name: _plain(value) for name, value in group.items() if _is_setting(value)} for group in optimizer.param_groups
     ]
-
-
-def digest_of_groups(optimizers: Iterable[Optimizer]) -> float:
-    """A digest of `settings_of_groups`, to be gathered with other numbers."""
-    return float(zlib.crc32(repr(settings_of_groups(optimizers)).encode()))
-
-
-def refuse_other_settings(optimizers: Sequence[Optimizer], transport: Transport) -> NoReturn:
-    """Raise an error that names a setting that ranks differ in. All ranks of the pipeline must call it."""
-    own = settings_of_groups(optimizers)
-    told = [transport.broadcast_object(own, rank, "optimizers' settings") for rank in range(transport.num_stages)]
-    for number, of_ranks in enumerate(zip(*told, strict=False)):
-        for place, groups in enumerate(zip(*of_ranks, strict=False)):
-            for name in groups[0]:
-                values = [group.get(name) for group in groups]
-                if len(set(map(repr, values))) > 1:
-                    shown = ", ".join(f"{value} on {transport.name_of(rank)}" for rank, value in enumerate(values))
-                    what = f"param_groups[{place}][{name!r}] of {type(optimizers[number]).__name__}"
-                    raise RuntimeError(
-                        f"{what} is {shown}: each stage would update its weights by another one. Let every rank set it "
-                        f"to the same, as to a number that all ranks count, and not the first rank alone under "
-                        f"trainer.is_global_zero, or that comes from trainer.strategy.broadcast"
-                    )
-    raise RuntimeError("the ranks' optimizers have different groups of parameters: let every rank add the same ones")
+    return type(optimizer).__name__, groups
 
 
 def _is_setting(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, tuple) and all(map(_is_setting, value)))
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    if isinstance(value, Tensor):  # on a device it would have to be waited for
+        return value.is_cpu and value.numel() == 1 and not _is_partial(value)
+    return isinstance(value, Real)
 
 
-def _plain(value: object) -> object:
-    """As a Python number, since one rank may have a NumPy one of the same value."""
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else float(value)  # type: ignore[arg-type]
+def _is_partial(value: object) -> bool:
+    return isinstance(value, Tensor) and (type(value) is Placeholder or holders_of(value) is not None)
+
+
+def _plain(value: Any) -> object:
+    """As a Python number, since one rank may have one of NumPy's, or a tensor, of the same value."""
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else float(value)
+
+
+def _refuse(told: Sequence[Sequence[tuple[str, list[Settings]]]], names: Sequence[str]) -> NoReturn:
+    """Raise an error that names a setting that some differ in.
+
+    Args:
+        told: what each of them has.
+        names: of these.
+    """
+    for (optimizer, *_), *of_all in zip(told[0], *([groups for _, groups in each] for each in told), strict=False):
+        for place, groups in enumerate(zip(*of_all, strict=False)):
+            for name in dict.fromkeys(name for group in groups for name in group):
+                values = [group.get(name, "no plain number") for group in groups]
+                if len(set(map(repr, values))) > 1:
+                    shown = ", ".join(f"{value} on {each}" for value, each in zip(values, names, strict=True))
+                    raise RuntimeError(
+                        f"param_groups[{place}][{name!r}] of {optimizer} is {shown}: each of them would update its "
+                        f"weights by another one. Let every rank set it to the same, as to a number that all ranks "
+                        f"count, and not the first rank alone under trainer.is_global_zero, or that comes from "
+                        f"trainer.strategy.broadcast; log what a scheduler monitors with sync_dist=True"
+                    )
+    raise RuntimeError("the ranks' optimizers have different groups of parameters: let every rank add the same ones")

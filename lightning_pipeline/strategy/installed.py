@@ -88,7 +88,7 @@ def _let_many_agree(session: Session, override: Override) -> None:
     by_norm, by_value = partial(aside, optimizers.clip_by_norm), partial(aside, optimizers.clip_by_value)
     override(plugin, "clip_grad_by_norm", InPlaceOf(plugin.clip_grad_by_norm, by_norm))
     override(plugin, "clip_grad_by_value", InPlaceOf(plugin.clip_grad_by_value, by_value))
-    call_before_update(plugin, partial(aside, optimizers.before_update), override)
+    call_before_update(plugin, partial(aside, session.before_update), override)
     measure_replicas(trainer, session.topology.data_parallel_size)
     validate_by_first_clock(trainer, strategy.broadcast, override)
     session.signals.install(override)

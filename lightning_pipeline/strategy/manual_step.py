@@ -73,7 +73,7 @@ class ManualStep:
             with dtype, overridden() as override, self._in_part, self._attributes.noted():
                 override(module, "log", self._log)
                 self._gradients.gather()
-                states, numbers = self._runner.run(work, microbatches)
+                states, numbers = self._runner.run(work, microbatches, lambda: [self._runner.settings.digest()])
             self._runner.show_summary([state.num_samples for state in states], 1)
             self._runner.finish(states, numbers, training=True)
             result = result_of(states)
@@ -87,7 +87,7 @@ class ManualStep:
         def closed() -> Any:
             loss = None if closure is None else closure()
             with self._session.stages.aside():
-                self._session.optimizers.before_update(optimizer)
+                self._session.before_update(optimizer)
             return loss
 
         with self._session.updating(optimizer, closed) as run:

@@ -357,6 +357,11 @@ class Session:
             self.stages.publish_gradients()
             self.optimizers.replace(self.stages.shard())
 
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Called when an optimizer's gradients are final and clipped, and hooks before the update have run."""
+        self.runner.settings.make_whole(inner(optimizer))
+        self.optimizers.before_update(optimizer)
+
     @contextmanager
     def updating(self, optimizer: Optimizer, closure: Callable[[], R]) -> Generator[Callable[[], R], None, None]:
         """Around an optimizer's update. Gives the closure that it is to call."""
@@ -375,6 +380,7 @@ class Session:
             yield closure if is_plain else run_closure
         with self.stages.aside():
             self.optimizers.after_update(optimizer)
+            self.runner.settings.note_update(inner(optimizer))
 
 
 def session_for(strategy: PipelineStrategy, module: LightningModule, before: Session | None) -> Session:

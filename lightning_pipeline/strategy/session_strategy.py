@@ -195,6 +195,10 @@ class SessionStrategy(ProcessStrategy):
         self.peers.agree_once("training", training_of(self.module.trainer), way_out=EVEN)
 
     @override
+    def on_train_end(self) -> None:
+        self.session.runner.settings.check_last()
+
+    @override
     @on_local_tensors
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Cut the module before the step, as an optimizer's update may run around it."""

@@ -19,7 +19,7 @@ from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.recording.cleared_gradients import Clearing
 
 from .._lightning import rank_zero_info, rank_zero_warn
-from .group_settings import digest_of_groups, refuse_other_settings
+from .group_settings import GroupSettings
 from .hooks import hooks_see_gradients
 from .lightning_private import total_batches
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
@@ -43,6 +43,7 @@ class StageRunner:
 
     Attributes:
         peak_live: the most activations of virtual stages that were live on this rank at once in a training step so far.
+        settings: those of optimizers, which are compared in training steps.
     """
 
     def __init__(self, session: Session, seed: int) -> None:
@@ -60,6 +61,7 @@ class StageRunner:
         self._seed = mix(seed, session.topology.replica) if session.replicas is not None else seed
         self._logged = LoggedValues(session.module)
         self._draws = Draws(session.device)
+        self.settings = GroupSettings(session)
         self._has_looked_at_loss = not self._mean
         self._has_shown_summary = False
 
@@ -142,12 +144,7 @@ class StageRunner:
             clearing=Clearing(accumulates=not is_first),
         )
         with self._session.optimizers.refused_in("training_step"):
-            used = list(self._session.optimizers.optimizers)
-            settings = digest_of_groups(used)
-            states, numbers = self.run(work, microbatches, lambda: [float(is_sum), settings])
-        if len({settings for _, settings, *_ in numbers}) > 1:
-            assert self._session.transport is not None  # there are several stages
-            refuse_other_settings(used, self._session.transport)
+            states, numbers = self.run(work, microbatches, lambda: [float(is_sum), self.settings.digest()])
         sizes = [state.num_samples for state in states]
         self.peak_live = max(self.peak_live, self._stages.pipeline.peak_live)
         self.show_summary(sizes, accumulate)
@@ -200,7 +197,10 @@ class StageRunner:
     def run(
         self, work: StepTask, microbatches: list[Any] | None, extra: Callable[[], list[float]] = list
     ) -> tuple[list[Microbatch], list[list[float]]]:
-        """Run a step. Returns its micro-batches, and every rank's `extra`, digest of logged numbers, and signals."""
+        """Run a step. Returns its micro-batches, and every rank's `extra`, digest of logged numbers, and signals.
+
+        The `extra` of a training step ends with the digest of settings.
+        """
         return self._stages.pipeline.run(
             work,
             microbatches,
@@ -273,13 +273,17 @@ class StageRunner:
         """Act on the signals of all ranks. Returns whether the training step of any replica has a loss."""
         signals = merge(noted for *_, noted in numbers)
         replicas = self._session.replicas
+        if training:
+            self.settings.check_stages(settings for *_, settings, _, _ in numbers)
         if replicas is not None and training:  # in evaluation they may have unequally many batches, and do not meet
             outside = self._stages.owner_computes
             first_rank = None if outside is None else outside.first_rank
             history, drawn = (0, 0.0) if first_rank is None else (first_rank.history, first_rank.draws.digest())
-            gathered = replicas.gather_numbers(float(has_loss), signals, float(history), drawn)
+            *_, settings, _, _ = numbers[0]
+            gathered = replicas.gather_numbers(float(has_loss), signals, settings, float(history), drawn)
             has_loss = any(found for found, *_ in gathered)
             signals = merge(noted for _, noted, *_ in gathered)
+            self.settings.check_replicas(settings for _, _, settings, *_ in gathered)
             if first_rank is not None:
                 if len({history for *_, history, _ in gathered}) > 1:
                     _refuse_parted(first_rank.last_changed)

@@ -842,3 +842,90 @@ class FolderOfLogsInSetup(Layers):
         path = Path(self.trainer.log_dir or "") / "own" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
+
+
+class OwnRates(Layers):
+    """The learning rate is set by hand."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def set_rate(self, rate: Any) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = rate
+
+
+RATES = error(r"param_groups\[0\]\['lr'\] of SGD is .*Let every rank set it")
+
+
+@habit(plain=False, shows=False, expect=RATES)
+class RateByHandOnFirstRank(OwnRates):
+    """A hand-optimized step sets the rate on the first rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and batch_idx == 1:
+            self.set_rate(0.05)
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@habit(plain=False, shows=False, expect=RATES, epochs=1)
+class LastRateOnFirstRank(OwnRates):
+    """The first rank alone sets the rate before the last update."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.is_global_zero and self.global_step == 2:
+            self.set_rate(0.05)
+
+
+@habit(plain=False, shows=False, expect=RATES)
+class RateForOneUpdateOnFirstRank(OwnRates):
+    """The first rank alone sets the rate before an update, and all ranks set it back afterwards."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.set_rate(0.05)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.set_rate(0.1)
+
+
+@habit(plain=False, shows=False, expect=RATES)
+class RateOfNumpyOnFirstRank(OwnRates):
+    """A number of NumPy's."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.set_rate(np.float32(0.05))
+
+
+@habit(plain=False, shows=False, expect=RATES)
+class RateOfTensorOnFirstRank(OwnRates):
+    """A tensor."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.set_rate(torch.tensor(0.05))
+
+
+@habit(plain=False, shows=False)
+class RateByNormOfLayer(OwnRates):
+    """The rate comes from what one stage holds, as a tensor."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.set_rate(0.05 * self.layers[0].linear.weight.norm().detach())
+
+
+@habit(plain=False, shows=False)
+class RateByNormBeforeUpdate(OwnRates):
+    """The same right before the update, of another stage."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.set_rate(0.05 * self.head.weight.norm().detach())
