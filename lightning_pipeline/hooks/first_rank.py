@@ -130,7 +130,8 @@ class FirstRank:
         history: a number that tells which of them first ranks have changed in hooks so far: as replicas ask for other
             ranks, one of them may do what another does not.
         last_changed: names of those that were changed last.
-        lacking: after the hook, on the others, what the first rank alone has logged.
+        is_first: this is it.
+        alone: what the first rank alone has logged in the hook.
     """
 
     def __init__(self, module: nn.Module, direct: DirectTransport, keys: TensorKeys) -> None:
@@ -140,7 +141,8 @@ class FirstRank:
         self.draws = FirstRankDraws(direct.device)
         self.history = 0
         self.last_changed = ""
-        self.lacking: list[Logged] = []
+        self.is_first = direct.rank == 0
+        self.alone: list[Logged] = []
         self._over: _Over | None = None
 
     def begin(self) -> None:
@@ -148,7 +150,7 @@ class FirstRank:
         if self._direct.rank:
             self._keys.hold()
         self.changes.begin()
-        self.lacking = []
+        self.alone = []
         self.draws.begin()
         self._over = None
 
@@ -157,9 +159,11 @@ class FirstRank:
         computed it alone; None if that does not come to the call.
         """
         if not self._direct.rank:
-            self._direct.tell(_Call(place, line, logged=_told(logged)))
-            for peer in range(1, self._direct.num_ranks):
-                self._direct.hear(peer, "its place in a hook")
+            told = _told(logged)
+            self._direct.tell(_Call(place, line, logged=told))
+            answers = [self._direct.hear(peer, "its place in a hook") for peer in range(1, self._direct.num_ranks)]
+            if not all(answer.is_there for answer in answers):
+                self.alone.append(told)
             return logged
         while type(call := self._heard("the first rank's next call in a hook")) is _Call:
             if call.place == place:
@@ -271,7 +275,7 @@ class FirstRank:
                     f"the first rank alone logs {call.logged.name!r} by a metric or a function of its own, which the "
                     f"others are not told ({call.line}): let every rank run the line, or log a number"
                 )
-            self.lacking.append(call.logged)
+            self.alone.append(call.logged)
         given: list[Tensor | None] = []
         for one in call.wanted:
             if one.owner == self._direct.rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,8 +17,10 @@ from lightning_pipeline.hooks.owner_computes import OwnerComputes
 from lightning_pipeline.partition.overrides import Override, overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.runtime.replicas import Replicas
 
 from .._lightning import NAMES, BasePredictionWriter, Callback, LightningModule, Trainer, is_overridden
+from .lightning_loops import call_after_epochs
 from .lightning_private import call_before_checkpoints, call_hooks_within, current_hook, within_hook
 
 P = ParamSpec("P")
@@ -57,20 +59,29 @@ def with_all_ranks(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def follow_hooks(
-    module: LightningModule, outside: OwnerComputes, override: Override, *, gathers_nothing: bool = False
+    module: LightningModule,
+    outside: OwnerComputes,
+    override: Override,
+    *,
+    replicas: Replicas | None = None,
+    gathers_nothing: bool = False,
 ) -> None:
     """Run the hooks of a module and of its Trainer's callbacks on all ranks together (`OwnerComputes`).
 
     Args:
+        replicas: of this rank's stage.
         gathers_nothing: each rank saves its own part of a checkpoint.
     """
     trainer: Trainer = module.trainer
     outside.trainer = trainer
+    shared: list[Logged] = []
 
     def within(hook: str | None) -> Any:
-        return _running(module, outside) if hook is None or _is_users(hook, module, trainer) else nullcontext()
+        return _running(module, outside, shared) if hook is None or _is_users(hook, module, trainer) else nullcontext()
 
     call_hooks_within(trainer, within, outside.saved.show, override)
+    share = shared.clear if replicas is None else functools.partial(_share_with_replicas, module, shared, replicas)
+    call_after_epochs(trainer, share, override)
     if _is_users("on_save_checkpoint", module, trainer) and not gathers_nothing:
         call_before_checkpoints(trainer, outside.saved.begin, override)
 
@@ -187,8 +198,12 @@ def _changes_mode(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
-    """Around a hook. Values that it logs are made whole on every rank, as they are read when no hook runs."""
+def _running(module: LightningModule, outside: OwnerComputes, shared: list[Logged]) -> Iterator[None]:
+    """Around a hook. Values that it logs are made whole on every rank, as they are read when no hook runs.
+
+    Args:
+        shared: gets what the first rank alone has logged of an epoch.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         # Lightning adds logged values up later, outside of hooks, where nothing fetches what other ranks hold.
@@ -197,16 +212,35 @@ def _running(module: LightningModule, outside: OwnerComputes) -> Iterator[None]:
             value = value.clone()
         logged = outside.log(Logged(current_hook(module), name, value, args, kwargs))
         if logged is not None:
-            type(module).log(module, name, on_device(logged.value), *args, **kwargs)
-
-    def on_device(value: Any) -> Any:
-        return _torch.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), value)
+            _log(module, logged)
 
     with overridden() as override:
         override(module, "log", log)
         with outside.entered():
             yield
-    lacking, outside.first_rank.lacking = outside.first_rank.lacking, []
-    for one in lacking:  # callbacks that go by it, such as those that stop or save, go by it on all ranks
+    alone, outside.first_rank.alone = outside.first_rank.alone, []
+    shared += (one for one in alone if one.hook is not None and "epoch" in one.hook)
+    if not outside.first_rank.is_first:  # callbacks that go by it, such as those that stop or save, do on all ranks
+        _log_again(module, alone)
+
+
+def _log_again(module: LightningModule, alone: Iterable[Logged]) -> None:
+    """Log what another rank alone has logged, when the hooks in which it did are over."""
+    for one in alone:
         with within_hook(module, one.hook):
-            type(module).log(module, one.name, on_device(one.value), *one.args, **one.options)
+            _log(module, one)
+
+
+def _log(module: LightningModule, logged: Logged) -> None:
+    """Call the module's own `log`, with tensors of this rank's device."""
+    value = _torch.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), logged.value)
+    type(module).log(module, logged.name, value, *logged.args, **logged.options)
+
+
+def _share_with_replicas(module: LightningModule, shared: list[Logged], replicas: Replicas) -> None:
+    """Let all replicas log what the first rank alone has logged of an epoch, which callbacks may monitor."""
+    if any(number for (number,) in replicas.gather_numbers(len(shared))):
+        first, *_ = replicas.gather_objects(shared)
+        if replicas.topology.replica:
+            _log_again(module, first)
+    shared.clear()

@@ -40,7 +40,8 @@ def installed(session: Session) -> ExitStack:
     """Make the changes, until the returned stack is closed."""
     module, trainer, strategy = session.module, session.module.trainer, session.strategy
     pipeline, owner_computes = session.pipeline, session.stages.owner_computes
-    silence_sync_warning()
+    if session.replicas is None:
+        silence_sync_warning()
     with ExitStack() as stack:
         if not session.is_single_process:
             stack.callback(leave_synced_over, None if session.replicas is None else session.replicas.group)
@@ -54,7 +55,7 @@ def installed(session: Session) -> ExitStack:
             # Hooks and callbacks see a module of which this rank holds a part.
             stack.enter_context(compare_parameters_by_identity())
             in_parts = strategy.save_distributed_checkpoint
-            follow_hooks(module, owner_computes, override, gathers_nothing=in_parts)
+            follow_hooks(module, owner_computes, override, replicas=session.replicas, gathers_nothing=in_parts)
             owner_computes.states.optimizers = session.optimizers.optimizers
             owner_computes.states.notes_of = session.optimizers.notes_of
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipeline.partition.overrides import Override
 
-from .._lightning import Trainer
+from .._lightning import Trainer, call
 
 
 def call_before_each_batch(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
@@ -58,6 +58,20 @@ def call_before_stopping(
 
     for place in (*before, *after):
         override(*place, calling(getattr(*place), place in before))
+
+
+def call_after_epochs(trainer: Trainer, function: Callable[[], None], override: Override) -> None:
+    """Call `function` after the last hook of an epoch in which the user's code logs, and before callbacks that monitor
+    it, and loggers, look at it. There is no hook in between."""
+    plain = call._call_lightning_module_hook
+
+    def run(of: Trainer, name: str, *args: Any, **kwargs: Any) -> Any:
+        result = plain(of, name, *args, **kwargs)
+        if of is trainer and name in ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end"):
+            function()
+        return result
+
+    override(call, "_call_lightning_module_hook", run)
 
 
 def validate_by_first_clock(trainer: Trainer, agree: Callable[[bool], bool], override: Override) -> None:

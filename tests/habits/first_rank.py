@@ -527,7 +527,6 @@ class TellsByRank(Layers):
         EarlyStopping("own", patience=1, mode="max", check_on_train_epoch_end=True),
     ],
     trainer={"enable_checkpointing": True},
-    replicated=error("metric `own` which is not available"),  # as with DDP
 )
 class LogsOnFirstRank(Layers):
     """Training stops, checkpoints are saved and the rate falls by what the first rank alone logs."""
@@ -741,6 +740,20 @@ class LogsOnAllWhatFirstRankComputed(ByOwnLog):
         self.log_dict({"twice": 2 * self.value, "tensor": torch.tensor(float(self.value))})
 
 
+@habit(
+    plain=False,
+    shows=False,
+    epochs=4,
+    callbacks=lambda: [EarlyStopping("own", patience=1, mode="max")],
+)
+class LogsOnFirstRankAfterValidation(Evaluated):
+    """Training stops by what the first rank alone logs after a validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("own", -float(self.current_epoch) - self.head.bias.norm() / 100)
+
+
 @habit(**DECIDING)
 class LogsOnAllWhatFirstRankKept(ByOwnLog):
     """All ranks log a number that the first one alone has computed in an earlier hook."""
@@ -765,7 +778,7 @@ class LogsByRankAtTwoLines(ByOwnLog):
             self.log("other", 0.0)
 
 
-@habit(**DECIDING, replicated=error("metric `own` which is not available"))  # as with DDP
+@habit(**DECIDING)
 class LogsTwiceOnFirstRank(ByOwnLog):
     """All ranks log, and the first one alone logs again by the same name, and another name twice."""
 

@@ -41,6 +41,7 @@ BY_DEFAULT = {
         FeaturesCollectedByHooks SetByAHook SumsAndOwnNumbers TogglesBetweenForwardAndBackward OneOfTwoResultsUnused
         StatesOfTheGeneratorSet BySignatureOfForward NotesKinds WaitsForFirstRank WaitsOnFirstRank
         DrawsOnFirstRankInEarlierHook ModeOverTraining LastBatchIsSmallerThanItsNumberOfFields EmptyWhereUnread
+        LogsOnAllWhatFirstRankComputed StopsInStepOnFirstRank FolderOfLogsInSetup RateForOneUpdateOnFirstRank
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
@@ -50,7 +51,10 @@ BY_DEFAULT = {
     """,
     "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName ModulesPickledInStep",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
-    REPLICATED: "FitsAfterNormsWereAdapted SparseBuffers ScaleWrittenOnFirstRank",
+    REPLICATED: """
+        FitsAfterNormsWereAdapted SparseBuffers LogsOnFirstRank StopsOnFirstRankAfterValidation
+        SkipsRestOfEpochOnFirstRank ScaleWrittenOnFirstRank
+    """,
     REVERSED[0]: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
     REVERSED[1]: "NormShared",
 }
