@@ -135,3 +135,51 @@ class WarmUpInOptimizerStep(Layers):
             scale = min(1.0, float(self.trainer.global_step + 1) / 4)
             for group in optimizer.param_groups:
                 group["lr"] = scale * 0.1
+
+
+@habit(observed=["norms"], plain=False)
+class StopsByGradientsOfFirstLayer(Layers):
+    """The run stops, and the rate falls, by gradients of the first layer, which one stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_after_backward(self) -> None:
+        largest = max(p.grad.abs().max() for p in self.layers[0].parameters() if p.grad is not None)
+        self.norms.append(float(largest))
+        if largest > 0.05 and self.global_step == 3:
+            self.trainer.should_stop = True
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.head.weight.grad.norm() > 0.1:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+
+
+@habit(plain=False)
+class SkipsEpochByWeights(Layers):
+    """The rest of an epoch is left out by the norm of a layer's weights."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if self.layers[0].linear.weight.norm() > 0.1 and self.global_step == 2 else None
+
+
+@habit(observed=["steps"], plain=False)
+class StopsByLossByHand(Layers):
+    """A hand-optimized step stops the run by its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.steps += 1
+        if loss.item() > 0.5 and batch_idx == 1:
+            self.trainer.should_stop = True
