@@ -137,27 +137,27 @@ def _trains_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(part, _torch.BatchNorm) and part.training for part in module.modules())
 
 
-def refuse_list_of_samples(batch: Any, loaders_size: int | None, accepted: set[Any]) -> None:
+def refuse_list_of_samples(batch: Any, first_size: int | None, accepted: set[Any]) -> None:
     """Raise for a batch that is a list of samples, which would be split within each of them.
 
     Args:
-        loaders_size: the batch size that the loader was given; None if that is not known.
-        accepted: the kinds of full batches so far. A last batch has fewer rows than the loader's batch size, and may
-            have as many fields as that.
+        first_size: the number of samples in the loader's first batch; None if that is not known.
+        accepted: the kinds of full batches so far. A last batch has fewer rows than the first one, and may have as many
+            fields as that has rows.
 
     Raises:
         ValueError: the list has as many items, all alike, and their tensors have another length, or are nested.
     """
-    if type(batch) is not list or loaders_size is None or not len(batch) == loaders_size > 1:
+    if type(batch) is not list or first_size is None or not len(batch) == first_size > 1:
         return
     size, layouts = batch_size(batch), [tree.flatten(item)[1] for item in batch]
-    is_nested = not isinstance(batch[0], Tensor) and loaders_size > 2
-    if any(type(one) is not type(layouts[0]) for one in layouts) or (size == loaders_size and not is_nested):
-        accepted.add((loaders_size, kind_of(batch)))
+    is_nested = not isinstance(batch[0], Tensor) and first_size > 2
+    if any(type(one) is not type(layouts[0]) for one in layouts) or (size == first_size and not is_nested):
+        accepted.add((first_size, kind_of(batch)))
         return
-    if size is not None and size < loaders_size and (loaders_size, kind_of(batch)) in accepted:
+    if size is not None and size < first_size and (first_size, kind_of(batch)) in accepted:
         return
     raise ValueError(
-        f"the batch is a list of {loaders_size} items, the loader's batch size, so each of them seems to be a sample, "
+        f"the batch is a list of {first_size} items, as many as it has samples, so each of them seems to be a sample, "
         f"and to split their tensors would cut every sample into pieces: stack the samples in collate_fn, or {WAY_OUT}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -259,10 +259,15 @@ def stacks_samples(loader: Any) -> bool:
     return getattr(loader, "collate_fn", None) is default_collate
 
 
-def loaders_batch_size(loader: Any) -> int | None:
-    """The batch size of a DataLoader; None if that is not known."""
-    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
+def samples_at_once(loader: Any) -> int | None:
+    """The number of samples in the first batch of a DataLoader; None if that is not known."""
+    batches = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    with suppress(TypeError, NotImplementedError):  # of a sampler without a length
+        return min(size, len(batches.sampler))  # type: ignore[union-attr]
+    return size
 
 
 def _check_even(replicas: Replicas, number: int, *, has_more: bool) -> None:

@@ -33,7 +33,7 @@ from ..checkpoint.optimizer_layout import OptimizerLayout
 from ..checkpoint.state import copies_of
 from . import validation
 from .advisor import Advice, Advisor, observed
-from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, loaders_batch_size, stacks_samples
+from .dataloading import AnnouncedLoader, FollowingLoader, SharedLoader, samples_at_once, stacks_samples
 from .graph_logging import log_graphs
 from .hooks import has_batch_hooks, is_plain_optimizer, replaces_batches
 from .installed import installed
@@ -199,7 +199,7 @@ class Session:
             trainer = self.module.trainer
             loader = loader_of(trainer, arguments)
             if not stacks_samples(loader) or replaces_batches(self.module, trainer):
-                refuse_list_of_samples(arguments[0], loaders_batch_size(loader), self._full_batches)
+                refuse_list_of_samples(arguments[0], samples_at_once(loader), self._full_batches)
         is_whole = self.partitioner.is_whole
         with self.optimizers.refused_in(name):
             cut = self.partitioner.before_step(name, arguments, self.transport)

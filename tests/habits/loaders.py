@@ -254,6 +254,25 @@ class ValidatesOnSamplesInAListAfterTheFit(OwnLoader):
         super().validation_step(batch, batch_idx)
 
 
+@habit(plain=False, shows=False, expect=error(r"a list of 4 items.*stack the samples in collate_fn"))
+class FewSamplesInAList(OwnLoader):
+    """The only batch is a list of samples, of which there are fewer than the loader's batch size."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(4, 1), batch_size=8, collate_fn=list)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(default_collate(batch), batch_idx)
+
+
+@habit(plain=False, shows=False)
+class FewSamplesInFields(OwnLoader):
+    """It is a list of fields, of which there are as many as samples."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(2, 1), batch_size=8, collate_fn=CollatesListsOfFields.collated)
+
+
 @habit(plain=False, calls=["fit", "validate"])
 class EvaluatesOnUnequalLoadersAtOnce(OwnLoader):
     """A CombinedLoader for validation, whose loaders give unequally many samples; the shorter one runs out."""

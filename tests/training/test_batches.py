@@ -188,7 +188,7 @@ def test_the_bits_are_those_of_one_stage(name: str, one: Any, ranks: Any) -> Non
     ("name", "words"),
     [
         ("graphs without a split", "cannot split an object of type Graphs in the batch; define split_batch(batch, num"),
-        ("samples in a list", "list of 4 items, the loader's batch size, so each of them seems to be a sample, and to"),
+        ("samples in a list", "list of 4 items, as many as it has samples, so each of them seems to be a sample"),
         ("time first", "not say how many samples it has ([0] [12, 4, 8], [1] [4]); define split_batch(batch, num"),
         ("one sample", "micro-batch 0 has one sample, of which a batch norm has no statistics: give batches two"),
     ],
