@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.rng import generators, mix
 from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, is_drawing_of_own, kind_of
-from lightning_pipeline.recording.cleared_gradients import GRADIENT_CALLS, Clearing
 from lightning_pipeline.recording.matcher import autocast_state
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.new_events import refuse_drawn_weights
 from lightning_pipeline.recording.patched_checkpoint import checkpoints_wrapped
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.scripted import scripted_seen
+from lightning_pipeline.recording.step_gradients import GRADIENT_CALLS, UNANSWERED, StepGradients
 
 _SEEDED, _WITHIN = 1 << 62, 20
 """From the first number on, draws follow a seed or state that a step has set, a million times each."""
@@ -169,14 +169,18 @@ class CountedDraws(TorchFunctionMode):
     A checkpointed function draws the same numbers again when it is recomputed.
 
     Args:
-        clearing: how the step clears gradients, of the module's `tensors`; None if it may do so itself.
+        gradients: how the step clears and reads gradients of the module's `tensors`; None if it may do so itself.
     """
 
     def __init__(
-        self, draws: Draws, microbatch: int, clearing: Clearing | None = None, tensors: ModuleTensors | None = None
+        self,
+        draws: Draws,
+        microbatch: int,
+        gradients: StepGradients | None = None,
+        tensors: ModuleTensors | None = None,
     ) -> None:
         super().__init__()
-        self._clearing, self._tensors = clearing, tensors
+        self._gradients, self._tensors = gradients, tensors
         self._draws = draws
         self._microbatch = microbatch
         self.num_draws = 0
@@ -208,10 +212,11 @@ class CountedDraws(TorchFunctionMode):
                 refuse_drawn_weights(self._draws.replicated, func, drawn_into(func, args, kwargs))
             self.seed_draw(self.num_draws)
             self.num_draws += 1
-        elif func in GRADIENT_CALLS and self._clearing is not None:
+        elif func in GRADIENT_CALLS and self._gradients is not None:
             assert self._tensors is not None
-            if self._clearing.answers(func, args, self._tensors):
-                return None
+            found = self._gradients.answer(func, args, self._tensors)
+            if found is not UNANSWERED:
+                return found
         return func(*args, **(kwargs or {}))
 
     def _scripted(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

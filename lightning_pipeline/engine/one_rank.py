@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, 
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
-from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.recording.step_gradients import refuse_written_gradient
 from lightning_pipeline.schedules import Kind
 
 
@@ -29,19 +29,19 @@ class _ByHand(CountedDraws):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._gradients: Any = WeakIdKeyDictionary()
+        self._read: Any = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function_name(func)
         if name == "grad.__set__" and isinstance(args[0], nn.Parameter) and args[1] is not None:
-            _refuse_written_gradient()
-        if self._gradients and name not in _SAME_AGAIN:
+            refuse_written_gradient()
+        if self._read and name not in _SAME_AGAIN:
             written = [args[0]] if kind_of(func) is FunctionKind.WRITES or name.startswith("_foreach_") else []
             if self._shares_gradient(written) or self._shares_gradient(kwargs.get("out") if kwargs else None):
-                _refuse_written_gradient()
+                refuse_written_gradient()
         found = super().__torch_function__(func, types, args, kwargs)
         if name == "grad.__get__" and found is not None and isinstance(args[0], nn.Parameter):
-            self._gradients[found] = None
+            self._read[found] = None
         return found
 
     def _shares_gradient(self, written: Any) -> bool:
@@ -50,15 +50,8 @@ class _ByHand(CountedDraws):
         if not tensors:
             return False
         with _torch.DisableTorchFunction():
-            memory = {_torch.storage_id(one) for one in self._gradients if one.layout is torch.strided}
+            memory = {_torch.storage_id(one) for one in self._read if one.layout is torch.strided}
             return any(one.layout is torch.strided and _torch.storage_id(one) in memory for one in tensors)
-
-
-def _refuse_written_gradient() -> NoReturn:
-    raise NotImplementedError(
-        f"the gradient of a parameter is changed within a step ({users_line()}), which each of its micro-batches would "
-        f"do again: change it in on_after_backward or on_before_optimizer_step"
-    )
 
 
 _SAME_AGAIN = frozenset(("zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
@@ -105,8 +98,8 @@ class OneRankStep:
             state.result = tree.replace(state.result, Tensor.detach)
 
     def _counted(self, made: type[CountedDraws], state: Microbatch) -> CountedDraws:
-        clearing = self._work.clearing if len(self._states) > 1 else None
-        return made(self._shared.draws, state.seed, clearing, self._shared.tensors)
+        gradients = self._work.gradients if len(self._states) > 1 else None
+        return made(self._shared.draws, state.seed, gradients, self._shared.tensors)
 
     def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         """A hand-optimized step of a micro-batch, and what to enter around each of its parts."""

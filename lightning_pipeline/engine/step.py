@@ -207,7 +207,7 @@ class PipelineStep:
         beginning = shared.beginning(state, self.work)
         draws, seed = shared.draws, state.seed  # capturing the state would make a reference cycle through its recording
         recording = Recording(shared.recorder, beginning, self._reads, lambda number: draws.seed(seed, number))
-        recording.clearing = self.work.clearing
+        recording.gradients = self.work.gradients
         state.recording = recording
         delivered = state.everywhere
         places = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.suspended import BatchWork
-from lightning_pipeline.recording.cleared_gradients import Clearing
+from lightning_pipeline.recording.step_gradients import StepGradients
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class StepTask:
         waits: whether ranks synchronize at the end of the step even if they have nothing to exchange.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
         seed: seed of the step; each micro-batch derives its own.
-        clearing: how the step clears gradients; None for evaluations.
+        gradients: how the step clears and reads those of parameters; None for evaluations.
         batch: callbacks for a hand-optimized step, whose micro-batches synchronize; None for other steps.
     """
 
@@ -41,7 +41,7 @@ class StepTask:
     waits: bool = True
     can_split: bool = True
     seed: int
-    clearing: Clearing | None = None
+    gradients: StepGradients | None = None
     batch: BatchWork | None = None
 
 

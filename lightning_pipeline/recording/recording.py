@@ -33,7 +33,6 @@ from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, be
 from lightning_pipeline.partition.users_code import is_refusal, users_line
 from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.checkpoints import Checkpoints
-from lightning_pipeline.recording.cleared_gradients import Clearing
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import written_by_array
 from lightning_pipeline.recording.kept_views import KeptView, refuse_written
@@ -45,6 +44,7 @@ from lightning_pipeline.recording.python_again import CheckpointCall
 from lightning_pipeline.recording.recorder import Reads, Recorder
 from lightning_pipeline.recording.replicated_memory import ReplicatedMemory
 from lightning_pipeline.recording.split_modules import split_calls_seen
+from lightning_pipeline.recording.step_gradients import StepGradients
 from lightning_pipeline.recording.unknown_calls import follow_unknown
 
 _NO_CHANGES = nullcontext()
@@ -69,7 +69,7 @@ class Recording(TorchFunctionMode):
         with_hooks: events that take gradients which pass hooks.
         retained: values whose gradients are retained.
         has_run_backward: whether the step has run a backward of its own.
-        clearing: how the step clears gradients; None for evaluations.
+        gradients: how the step clears and reads those of parameters; None for evaluations.
         is_simple: whether the micro-batch can run by the schedule, apart from its reads.
         reads: the values that were read, in order.
         module_reads: the module's tensors that were read and that not every rank holds, by number.
@@ -122,7 +122,7 @@ class Recording(TorchFunctionMode):
         self.with_hooks: set[Event] = set()
         self.retained: list[tuple[int, Placeholder]] = []
         self.has_run_backward = False
-        self.clearing: Clearing | None = None
+        self.gradients: StepGradients | None = None
         self.checkpoints = Checkpoints()
         changing = recorder.changing.items()
         self.memory = ReplicatedMemory(frozenset(place for place, tensor in changing if memory_of(tensor) == place))

@@ -21,7 +21,6 @@ from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.replaced_functions import opened
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.recording import autograd_calls, one_rank
-from lightning_pipeline.recording.cleared_gradients import GETTERS, GRADIENT_CALLS
 from lightning_pipeline.recording.contexts import refuse_transforms
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.function_calls import are_hooked_by_module
@@ -30,6 +29,7 @@ from lightning_pipeline.recording.new_events import add_call
 from lightning_pipeline.recording.operation import with_index_of_tensors
 from lightning_pipeline.recording.reading import call_back, read
 from lightning_pipeline.recording.split_modules import SplitCall, refuse_split
+from lightning_pipeline.recording.step_gradients import GETTERS, GRADIENT_CALLS, UNANSWERED, given
 from lightning_pipeline.recording.tensor_copies import deep_copy
 
 if TYPE_CHECKING:
@@ -46,8 +46,12 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     if is_never_equal(func, args):
         return NotImplemented
     recording.num_aside += 1  # unless it becomes an event, below
-    if func in GRADIENT_CALLS and recording.clearing and recording.clearing.answers(func, args, recording.tensors):
-        return None
+    if func in GRADIENT_CALLS and recording.gradients is not None:
+        found = recording.gradients.answer(func, args, recording.tensors)
+        if found is not UNANSWERED:
+            return found
+    if given:
+        given.check(func, kind, args, kwargs)
     if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
         return func(*args, **kwargs)
     if kind is FunctionKind.WRITES and autograd_calls.is_switch(recording, func, args):

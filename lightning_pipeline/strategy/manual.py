@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.recording.step_gradients import given
 
 from .._lightning import LightningModule, LightningOptimizer, Precision
 from .lightning_private import lightning_optimizers
@@ -56,13 +57,9 @@ def batch_calls_met(
         return _once(f"torch.nn.utils.{function.__name__}", function, inside)
 
     def zero_grad(owner: nn.Module, *args: Any, **kwargs: Any) -> None:
-        clear = functools.partial(_ZERO_GRAD, owner, *args, **kwargs)
         name = next((name for name, one in module.named_modules() if one is owner), None)
-        step = running_step()
-        if step is None or name is None:
-            clear()
-        else:
-            step.defer(f"the zero_grad of {name or 'self'}", clear)
+        clear = functools.partial(_ZERO_GRAD, owner)
+        (clear if name is None else _deferred(f"the zero_grad of {name or 'self'}", clear))(*args, **kwargs)
 
     # Both a LightningOptimizer and torch's optimizer in it are covered: users reach the inner one, too.
     with overridden() as override, _clipping_by(clips), _backwards_given_to(meet_backward, in_step=True):
@@ -177,7 +174,12 @@ def _deferred(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         step = running_step()
         if step is None:
             return function(*args, **kwargs)
-        return step.defer(what, functools.partial(function, *args, **kwargs))
+
+        def perform() -> None:
+            given.are_cleared = True
+            function(*args, **kwargs)
+
+        return step.defer(what, perform)
 
     return call
 

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pipeline.engine.microbatch import Microbatch
-from lightning_pipeline.engine.suspended import Suspended, running_step
+from lightning_pipeline.engine.suspended import Suspended, SyncPoint, running_step
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.overrides import overridden
-from lightning_pipeline.recording.cleared_gradients import Clearing
+from lightning_pipeline.recording.step_gradients import UNANSWERED, StepGradients, given
 
 from .hooks import has_hook
 from .manual import Closure, batch_calls_met
@@ -64,7 +64,7 @@ class ManualStep:
             run_backward=backward_of(module)[0],
             after_backward=stages.after_backward,
             seed=self._runner.training_seed(),
-            clearing=Clearing(_later),
+            gradients=StepGradients(_later, self._read_gradient),
             batch=self,
         )
         with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
@@ -105,6 +105,26 @@ class ManualStep:
             explain_single_sample(state, error)
             raise
 
+    def _read_gradient(self, parameter: Tensor, name: str) -> Any:
+        """The gradient of a parameter on all ranks, where the micro-batches of a step have come to the call."""
+        step, stages = running_step(), self._session.stages
+        if step is None or stages.has_slices:
+            return UNANSWERED
+
+        def perform(closures: Any) -> Any:
+            given.are_read = True
+            with stages.entered():
+                gradient = parameter.grad
+                if gradient is None or stages.owner_computes is None:
+                    return gradient
+                if gradient.layout is not torch.strided:
+                    return UNANSWERED
+                [copy] = stages.owner_computes.whole([gradient.detach().clone()], f"the gradient of {name}")
+            given.note(copy)
+            return copy
+
+        return step.meet(SyncPoint(f"the gradient of {name}", perform))
+
     def _log(self, *logged: Any, **options: Any) -> None:
         state = self._states.get(running_step())
         if state is None:  # in a hook
@@ -115,6 +135,7 @@ class ManualStep:
     # -- BatchWork --------------------------------------------------------------------------------------------------
 
     def before_part(self) -> None:
+        given.go_on()
         self._gradients.gather()
         self._in_part.enter_context(self._session.optimizers.refused_in("training_step"))
 

@@ -16,7 +16,7 @@ from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.batches import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
-from lightning_pipeline.recording.cleared_gradients import Clearing
+from lightning_pipeline.recording.step_gradients import StepGradients
 
 from .._lightning import rank_zero_info, rank_zero_warn
 from .group_settings import GroupSettings
@@ -141,7 +141,7 @@ class StageRunner:
             after_backward=self._stages.after_backward,
             can_split=is_plain,
             seed=self.training_seed(),
-            clearing=Clearing(accumulates=not is_first),
+            gradients=StepGradients(accumulates=not is_first),
         )
         with self._session.optimizers.refused_in("training_step"):
             states, numbers = self.run(work, microbatches, lambda: [float(is_sum), self.settings.digest()])

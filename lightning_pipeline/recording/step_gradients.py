@@ -1,0 +1,158 @@
+"""Gradients of parameters within a training step: what clears or reads them concerns its batch, and no micro-batch.
+
+*Cleared*, by `zero_grad` or ``p.grad = None``, are those of earlier batches. If each micro-batch did so when it comes
+to the line, it would clear what earlier micro-batches have added. Those of a hand-optimized step do it together, where
+they next meet. With automatic optimization Lightning clears gradients between the step and its backward, so there is
+nothing to do, unless they accumulate over batches.
+
+*Read*, in a hand-optimized step, is what the backwards of all micro-batches have added up: they meet there, and every
+rank is given a copy. What is written into a copy, or into the gradient later, would be in one of the two only, so
+such a write is refused, and so is the use of a copy after more has been added to the gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.torch_functions import FunctionKind, function_name
+from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+
+_GRADIENT: Any = Tensor.grad  # the descriptor
+GETTERS = (_GRADIENT.__get__, getattr(Tensor, "_grad").__get__)  # noqa: B009  # mypy does not know it
+"""The functions by which a tensor's gradient is read."""
+_SETTERS = (_GRADIENT.__set__, _GRADIENT.__delete__)
+GRADIENT_CALLS = frozenset((*GETTERS, *_SETTERS))
+UNANSWERED = object()
+
+
+@dataclass(frozen=True)
+class StepGradients:
+    """How a training step clears and reads gradients of the module's parameters.
+
+    Attributes:
+        later: makes a call for all micro-batches together, which takes its name; None with automatic optimization.
+        read: gives a parameter's gradient on all ranks, given its name, or `UNANSWERED`; None for never.
+        accumulates: gradients of earlier batches are to stay.
+    """
+
+    later: Callable[[str, Callable[[], None]], None] | None = None
+    read: Callable[[Tensor, str], Any] | None = None
+    accumulates: bool = False
+
+    def answer(self, func: Any, args: Any, tensors: ModuleTensors) -> Any:
+        """What a call, one of `GRADIENT_CALLS`, gives; `UNANSWERED` where that is not for the step to say.
+
+        Raises:
+            NotImplementedError: it clears a gradient that accumulates over batches.
+        """
+        number = tensors.number_of(args[0])
+        if number is None:
+            return UNANSWERED
+        name = tensors.names[number][0]
+        if func in _SETTERS and (len(args) == 1 or args[1] is None):
+            self._clear(args[0], name)
+            return None
+        if func not in GETTERS:
+            return UNANSWERED
+        if self.later is None and _is_in_zero_grad():
+            self._clear(args[0], name)
+            return None
+        return UNANSWERED if self.read is None else self.read(args[0], name)
+
+    def _clear(self, parameter: Tensor, name: str) -> None:
+        if self.accumulates:
+            raise NotImplementedError(
+                f"the gradient of {name} is cleared in training_step ({users_line()}), while gradients accumulate over "
+                f"batches: clear it in on_train_batch_start"
+            )
+        if self.later is not None:
+            self.later(f"the gradient of {name} set to None", partial(_set_to_none, parameter))
+
+
+def _set_to_none(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _is_in_zero_grad() -> bool:
+    """Whether a `zero_grad` runs, which asks for each gradient before it clears it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "zero_grad":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class GivenGradients:
+    """Copies of gradients that steps have read.
+
+    Attributes:
+        are_read, are_cleared: what micro-batches do with gradients where they meet.
+    """
+
+    def __init__(self) -> None:
+        self.are_read = self.are_cleared = False
+        self._outdated: Any = WeakIdKeyDictionary()  # with whether the gradient may be another one since
+
+    def __bool__(self) -> bool:
+        return bool(self._outdated)
+
+    def note(self, copy: Tensor) -> None:
+        self._outdated[copy] = False
+
+    def go_on(self) -> None:
+        """Micro-batches go on after they have met."""
+        if self.are_cleared or not self.are_read:  # else they have only met to read one
+            for copy in list(self._outdated):
+                self._outdated[copy] = True
+        self.are_read = self.are_cleared = False
+
+    def check(self, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> None:
+        """Check a call of the step's.
+
+        Raises:
+            NotImplementedError: it writes into a copy, or uses one that may be outdated.
+        """
+        name = function_name(func)
+        writes = kind is FunctionKind.WRITES or name.startswith("_foreach_")
+        if self._shares([args[:1] if writes else (), kwargs.get("out")]):
+            refuse_written_gradient()
+        if self._shares([args, kwargs], outdated=True):
+            raise NotImplementedError(
+                f"a gradient that the step has read before it changed is used ({users_line()}), of which the step has "
+                f"a copy: clone() it when it is read, or read it again"
+            )
+
+    def _shares(self, used: Any, *, outdated: bool = False) -> bool:
+        """Whether what a call is given shares memory with copies; `outdated`: with those that are."""
+        tensors = [one for one in tree.leaves(used) if isinstance(one, Tensor)]
+        with _torch.DisableTorchFunction():
+            memory = {_torch.storage_id(one) for one, is_old in self._outdated.items() if is_old or not outdated}
+            return any(_has_memory(one) and _torch.storage_id(one) in memory for one in tensors)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and type(tensor) is not Placeholder
+
+
+given = GivenGradients()
+
+
+def refuse_written_gradient() -> NoReturn:
+    raise NotImplementedError(
+        f"the gradient of a parameter is changed within a step ({users_line()}), which each of its micro-batches would "
+        f"do again: change it in on_after_backward or on_before_optimizer_step"
+    )

@@ -1,0 +1,118 @@
+"""Gradients that hand-optimized steps read: what all micro-batches have added up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.habits.by_hand import ByHand
+from tests.habits.modules import Layers
+from tests.habits.table import error, habit
+
+
+class Reading(ByHand):
+    """Reads gradients between backward and update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def read(self) -> None:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.read()
+        optimizer.step()
+
+
+@habit(plain=False, observed=["seen"])
+class LogsGradientNorms(Reading):
+    def read(self) -> None:
+        norms = [p.grad.detach().norm() for p in self.parameters() if p.grad is not None]
+        self.log("grad_norm", torch.stack(norms).norm())
+        if norms[0].item() > 0.1:
+            self.seen.append(norms[-1])
+
+
+@habit(plain=False, observed=["seen"])
+class ScalesByNormOfGradients(Reading):
+    """The rate follows from the gradient's norm, as in LARS by hand."""
+
+    def read(self) -> None:
+        weight = self.layers[1].linear.weight
+        assert weight.grad is not None
+        ratio = weight.detach().norm() / (weight.grad.norm() + 1e-6)
+        self.optimizers().param_groups[0]["lr"] = 0.1 * min(float(ratio), 1.0)
+
+
+@habit(plain=False)
+class ProjectsConflictingLosses(Layers):
+    """PCGrad: each loss has a backward of its own, and what its gradients say against the other's is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        hidden = self.features(x)
+        found = []
+        for loss in (F.cross_entropy(self.head(hidden), y), hidden.square().mean()):
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            found.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters()])
+        first, second = (torch.cat([one.flatten() for one in each]) for each in found)
+        dot = first @ second
+        if dot < 0:
+            first = first - dot / second.square().sum() * second
+        self.log("dot", dot)
+        with torch.no_grad():
+            for parameter, change in zip(self.parameters(), first.split([p.numel() for p in self.parameters()])):
+                parameter -= 0.0125 * change.view_as(parameter)  # an eighth, as each micro-batch subtracts it
+
+
+@habit(plain=False, observed=["seen"])
+class ReadsBeforeBackward(Reading):
+    """What is left of the last batch, and whether there is any."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for p in self.parameters():
+            if p.grad is not None:
+                self.seen.append(p.grad.sum())
+        loss = self.loss(batch)
+        self.seen.append(self.head.weight.grad is None)
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+@habit(plain=False, shows=False, expect=error(r"gradient of a parameter is changed within a step.*read_gradients\.py:\d+"))
+class ScalesGradientsItself(Reading):
+    def read(self) -> None:
+        for p in self.parameters():
+            p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+@habit(plain=False, shows=False, expect=error(r"has read before it changed.*read_gradients\.py:\d+.*clone"))
+class UsesAGradientReadBefore(Layers):
+    """What has been read is used after another backward has added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.manual_backward(F.cross_entropy(self(x), y))
+        before = self.head.weight.grad
+        assert before is not None
+        self.manual_backward(F.cross_entropy(self(x * 1.1), y))
+        self.log("norm", before.norm())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
