@@ -266,8 +266,13 @@ def set_received_sigterm(trainer: Trainer, received: bool) -> None:
     trainer._signal_connector.received_sigterm = received
 
 
-def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Enter `within()` where the ranks wait for the one that prepares data, the next time that they do.
+def wait_for_data_within(
+    trainer: Trainer,
+    within: Callable[[], AbstractContextManager[Any]],
+    preparing: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Enter `within()` where the ranks wait for the one that prepares data, the next time that they do, and
+    `preparing()` while they do that.
 
     Lightning makes a process group for this wait without the strategy, so torch's own errors would come out of it.
     """
@@ -287,7 +292,8 @@ def wait_for_data_within(trainer: Trainer, within: Callable[[], AbstractContextM
         del connector.prepare_data
         vars(data_connector)["_InfiniteBarrier"] = Barrier
         try:
-            connector.prepare_data()
+            with preparing():
+                connector.prepare_data()
         finally:
             vars(data_connector)["_InfiniteBarrier"] = _InfiniteBarrier
 

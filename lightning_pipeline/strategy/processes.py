@@ -69,6 +69,7 @@ class ProcessStrategy(ParallelStrategy):
         self.peers = Peers()
         self.told_replicas: int | None = None
         self._in_run = ExitStack()
+        self._is_preparing = False  # code that runs is `prepare_data`, for which the other ranks wait
         self._log_dirs: dict[Any, Any] = {}  # that the first rank has told in this run, by this rank's own
 
     @property
@@ -240,7 +241,15 @@ class ProcessStrategy(ParallelStrategy):
             with store.asked(), waiting_for("the rank that prepares data"):
                 yield
 
-        wait_for_data_within(trainer, waiting_for_data)
+        @contextmanager
+        def preparing() -> Iterator[None]:
+            self._is_preparing = True
+            try:
+                yield
+            finally:
+                self._is_preparing = False
+
+        wait_for_data_within(trainer, waiting_for_data, preparing)
         self._in_run.enter_context(over_replicas_in_hooks(self._world_in_hooks))
 
     def _world_in_hooks(self) -> World | None:
@@ -314,9 +323,15 @@ class ProcessStrategy(ParallelStrategy):
             return tensor
         return all_gather(tensor, self.replicas.group, sync_grads=sync_grads)
 
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether there are other ranks at the same call."""
+        # A single process may have had others in an earlier run, whose group is still there.
+        return dist.is_initialized() and not (self.is_single_process or self._is_preparing)
+
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized() or self.world_size == 1:
+        if not self._waits_for_all:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         with waiting_for("a decision of all ranks", is_for_all=True):
@@ -325,8 +340,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        # A single process may have had others in an earlier run, whose group is still there.
-        if dist.is_initialized() and not (self.peers.has_failed or self.is_single_process):
+        if self._waits_for_all and not self.peers.has_failed:
             what = f"all ranks at the barrier {name!r}" if name else "all ranks at a barrier"
             with waiting_for(what, is_for_all=True):
                 dist.barrier()
@@ -335,7 +349,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized() or self.world_size == 1 or self.peers.has_failed:
+        if not self._waits_for_all or self.peers.has_failed:
             return obj
         is_log_dir = asks_for_log_dir()
         if is_log_dir and obj in self._log_dirs:

@@ -942,3 +942,11 @@ class RateByNormBeforeUpdate(OwnRates):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.set_rate(0.05 * self.head.weight.norm().detach())
+
+
+@habit(plain=False, shows=False, trainer=lambda folder: {"logger": CSVLogger(folder)})  # the file is compared
+class FolderOfLogsWhilePreparing(FolderOfLogsInSetup):
+    """In `prepare_data`, which the first rank of a machine alone runs."""
+
+    def prepare_data(self) -> None:
+        self.write("prepared")
