@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.partition.users_code import users_line
-from lightning_pipeline.recording.step_gradients import given
+from lightning_pipeline.recording.step_gradients import GETTERS, GRADIENT_CALLS, given
 
 from .._lightning import LightningModule, LightningOptimizer, Precision
 from .lightning_private import lightning_optimizers
@@ -98,7 +99,8 @@ def _clipping_by(other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
 
 @contextmanager
 def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
-    """While entered, a step's calls that are the batch's do nothing. Gives the losses that it calls backward on."""
+    """While entered, a step's calls that are the batch's do nothing, and gradients are zeros. Gives the losses that it
+    calls backward on."""
     losses: list[Tensor] = []
 
     def step(closure: Closure | None = None, **kwargs: Any) -> Any:
@@ -115,7 +117,17 @@ def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
         override(module.trainer.strategy, "backward", note)  # which manual_backward calls
         for kind, owner, name, _ in _calls(module):
             override(owner, name, step if kind is _Kind.UPDATE else lambda *args, **kwargs: None)
-        yield losses
+        with _ZeroGradients():
+            yield losses
+
+
+class _ZeroGradients(TorchFunctionMode):
+    """Gives gradients of parameters that there are none of, as zeros."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in GRADIENT_CALLS and isinstance(args[0], nn.Parameter):
+            return torch.zeros_like(args[0]) if func in GETTERS else None
+        return func(*args, **(kwargs or {}))
 
 
 class _Kind(Enum):
