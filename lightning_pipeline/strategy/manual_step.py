@@ -45,7 +45,7 @@ class ManualStep:
         self._runner = session.runner
         self._gradients = session.stages.gradients
         self._args = args
-        self._attributes = OwnAttributes(session.module, shared=Metric)
+        self._attributes = OwnAttributes(session.module, Metric, session.optimizers.optimizers)
         self.turn, self.pause, self.end = self._attributes.turn, self._attributes.pause, self._attributes.end
         self._in_part = ExitStack()  # of what is entered while micro-batches run
         # Each micro-batch's step has a thread of its own, by which `self.log` finds the micro-batch.

@@ -11,6 +11,9 @@ left, as one micro-batch does after another. Attributes that are made of what th
 all micro-batches, and what a hook has set since holds for all. Entries of the LightningModule's dictionaries and plain
 records are treated alike, but for numbers, which are taken for sums. Its lists and deques that only grow collect of all
 micro-batches, and others are each one's own.
+
+The settings of optimizers, such as learning rates, are the batch's: all micro-batches have to set the same, and each
+begins with what there was, so that ``group["lr"] *= 0.5`` halves it once.
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ import dis
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, lru_cache, wraps
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline.engine.suspended import running_step
@@ -132,16 +136,66 @@ def _are_same(items: Collection[Any], others: Collection[Any]) -> bool:
     return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
+class _Settings:
+    """What an optimizer's group of parameters has beside these.
+
+    Attributes:
+        before: what it had when the running part of a step began.
+        first: what the first micro-batch has left in it.
+    """
+
+    def __init__(self, owner: str, group: dict[str, Any]) -> None:
+        self.owner, self._group = owner, group
+        self.before = self.first = self._now()
+
+    def begin_turn(self, index: int) -> None:
+        if index == 0:
+            self.before = self._now()
+        else:
+            self._group.update(self.before)
+
+    def end_turn(self, index: int) -> None:
+        """Raises `NotImplementedError` where the micro-batch has set another value than the first one."""
+        now = self._now()
+        if index == 0:
+            self.first = now
+        for name, value in now.items():
+            other = self.first.get(name)
+            if index and value is not other and not _are_alike(value, other):
+                raise NotImplementedError(
+                    f"the training_step sets {name!r} of {self.owner} to {other} for its first micro-batch and to "
+                    f"{value} for micro-batch {index}, but there is one update for all: set it by what all of them "
+                    f"have in common, as in on_before_optimizer_step, or use one micro-batch (num_microbatches=1)"
+                )
+
+    def _now(self) -> dict[str, Any]:
+        return {name: value for name, value in self._group.items() if name != "params"}
+
+
+def _are_alike(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):  # of each micro-batch's own, at one place
+        return type(value) is type(other)
+    return type(value) is type(other) and (value == other or value != value)
+
+
 class OwnAttributes:
     """The attributes of modules that the micro-batches of one step have set.
 
     Args:
         root: of whose attributes the dictionaries, and the plain objects, are looked at, too.
         shared: types of modules whose attributes are no micro-batch's own, such as metrics, which sum over all.
+        optimizers: whose settings are looked at.
     """
 
-    def __init__(self, root: nn.Module, shared: type | tuple[type, ...] = ()) -> None:
+    def __init__(
+        self, root: nn.Module, shared: type | tuple[type, ...] = (), optimizers: Iterable[Optimizer] = ()
+    ) -> None:
         self._shared = shared
+        self._settings = [
+            _Settings(f"param_groups[{place}] of {type(optimizer).__name__}", group)
+            for optimizer in optimizers
+            for place, group in enumerate(optimizer.param_groups)
+        ]
         self._spaces = _spaces_of(root)
         self._sequences = [
             _Sequence(f"self.{name}", value)
@@ -201,8 +255,12 @@ class OwnAttributes:
         self._num_turns[index] = self._num_turns.get(index, 0) + 1
         before = [(owner, space, dict(space)) for owner, space in self._spaces]
         items = [sequence.begin_turn(index) for sequence in self._sequences]
+        for settings in self._settings:
+            settings.begin_turn(index)
         try:
             yield
+            for settings in self._settings:
+                settings.end_turn(index)
             for sequence, earlier in zip(self._sequences, items, strict=True):
                 sequence.end_turn(index, earlier, is_first=self._num_turns[index] == 1 or len(self._own) == 1)
         finally:

@@ -530,3 +530,37 @@ class NotesDefaultDtype(Evaluated):
 
     def on_fit_end(self) -> None:
         self.note(torch.float32)
+
+
+class SetsRates(ByHand):
+    """Sets the learning rate within the step."""
+
+    def rate(self, loss: Tensor, batch_idx: int) -> float | Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(loss, batch_idx)
+        optimizer.step()
+        self.seen = [group["lr"] for group in optimizer.param_groups]
+
+
+@habit(plain=False, observed=["seen"])
+class RateDecaysByHand(SetsRates):
+    """By a factor for each batch, and not for each micro-batch."""
+
+    def rate(self, loss: Tensor, batch_idx: int) -> float:
+        return self.optimizers().param_groups[0]["lr"] * 0.9  # type: ignore[union-attr]
+
+    def on_train_end(self) -> None:
+        assert abs(self.seen[0] - 0.1 * 0.9**self.global_step) < 1e-9
+
+
+@habit(plain=False, shows=False, expect=error(r"sets 'lr' of param_groups\[0\] of SGD to .* for its first micro-batch"))
+class RateByLossOfMicrobatch(SetsRates):
+    def rate(self, loss: Tensor, batch_idx: int) -> float:
+        return 0.01 * loss.item()
