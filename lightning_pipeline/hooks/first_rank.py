@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
 from lightning_pipeline.hooks.first_rank_draws import FirstRankDraws, Given
-from lightning_pipeline.hooks.operands import TensorKeys
+from lightning_pipeline.hooks.operands import TensorKeys, is_elsewhere
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
@@ -117,8 +117,15 @@ def wanted_of(keys: TensorKeys, tensors: Iterable[Tensor], *, gradient: bool = F
     return [
         Wanted(keys.key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
         for tensor in tensors
-        if type(tensor) is Placeholder
+        if is_elsewhere(tensor)
     ]
+
+
+def filled(tensors: Iterable[Tensor], found: list[Tensor | None]) -> list[Any]:
+    """Tensors with what the first rank has got of those that it wanted. Its copy of one that others have let go of
+    stays."""
+    given = [(tensor, found.pop(0) if is_elsewhere(tensor) else None) for tensor in tensors]
+    return [tensor if data is None else data for tensor, data in given]
 
 
 class FirstRank:

@@ -113,6 +113,8 @@ _KEY = "_key"
 """The attribute of a tensor that was made in a hook."""
 WINDOW_OF = "_window_of"
 """The attribute of a tensor that shares its memory with what was gathered from slices (`hooks.slices`)."""
+_COPY = "_is_copy"
+"""The attribute of a tensor on the first rank that has a copy of the data, which other ranks hold."""
 
 
 class TensorKeys:
@@ -159,7 +161,8 @@ class TensorKeys:
 
     def forget(self, tensor: Tensor) -> None:
         """Take a key back, so that no pickle of the module has it."""
-        tensor.__dict__.pop(_KEY, None)
+        for name in (_KEY, _COPY):
+            tensor.__dict__.pop(name, None)
 
     def kept(self) -> dict[int, Tensor]:
         """What hooks have made, that the user has kept and not all ranks hold, by its latest key.
@@ -172,6 +175,10 @@ class TensorKeys:
             if holders_of(tensor) is not None and tensor.__dict__.get(_KEY) == key
         }
 
+    def has_copies(self) -> bool:
+        """Whether the user has kept copies on the first rank, which the others may not have kept."""
+        return any(_COPY in tensor.__dict__ for tensor in self.kept().values())
+
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         """A deep copy of a tensor or placeholder. All ranks must call it."""
         if id(tensor) not in memo:
@@ -181,6 +188,11 @@ class TensorKeys:
                 copied = copy_of(tensor, memo)
             memo[id(tensor)] = self.note(copied, holders_of(tensor))
         return memo[id(tensor)]
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a hook has made a tensor, which not every rank holds."""
+        key = self.key_of(tensor)
+        return key is not None and key >= 0 and not isinstance(tensor, DTensor) and WINDOW_OF not in tensor.__dict__
 
     def versions_everywhere(self) -> dict[str, int]:
         """The versions of the module's tensors that every rank has, by name."""
@@ -210,6 +222,10 @@ def share_kept(keys: TensorKeys, exchanges: Exchanges, direct: DirectTransport, 
     made = {(key, TensorSpec.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
     shared = exchanges.share("what hooks have made", (limit, made))
     common = sorted(set.intersection(*(made for _, made in shared)), key=lambda one: one[0])
+    for key in kept.keys() - {key for key, *_ in common}:
+        if _COPY in kept[key].__dict__:  # on the first rank alone, which has its data
+            keys.forget(kept[key])
+            note_holders(kept[key], None)
     if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in shared):
         return
     for key, spec, (owner, *_) in common:
@@ -220,12 +236,24 @@ def share_kept(keys: TensorKeys, exchanges: Exchanges, direct: DirectTransport, 
         note_holders(tensor, None)
 
 
+def become_copy(tensor: Tensor, data: Tensor) -> None:
+    """On the first rank: put data into a tensor that other ranks hold, for when none of them has it any more."""
+    become(tensor, nn.Parameter(data, data.requires_grad) if TensorSpec.of(tensor).is_parameter else data)
+    tensor.__dict__[_COPY] = True
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether other ranks hold a tensor, of which this one has at most a copy."""
+    return type(tensor) is Placeholder or (_COPY in tensor.__dict__ and holders_of(tensor) is not None)
+
+
 def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
     """A deep copy of a tensor with data, which has no key yet."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
     copied = Tensor.__deepcopy__(tensor, memo)
-    copied.__dict__.pop(_KEY, None)
+    for name in (_KEY, _COPY):
+        copied.__dict__.pop(name, None)
     return copied
 
 

@@ -22,7 +22,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
-from lightning_pipeline.hooks.first_rank import FirstRank, Lending, Logged, Wanted, refuse_alone, wanted_of
+from lightning_pipeline.hooks.first_rank import (
+    FirstRank,
+    Lending,
+    Logged,
+    Wanted,
+    filled,
+    refuse_alone,
+    wanted_of,
+)
 from lightning_pipeline.hooks.first_rank_changes import refuse_change_alone
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.lent_memory import LentMemory
@@ -32,6 +40,7 @@ from lightning_pipeline.hooks.operands import (
     Holders,
     Operands,
     TensorKeys,
+    become_copy,
     computing_ranks,
     copy_of,
     empty_like,
@@ -122,7 +131,7 @@ class OwnerComputes(TorchFunctionMode):
             yield
             return
         in_hook.on, in_hook.is_rank_known = True, False
-        in_hook.when_rank_known = self.first_rank.begin
+        in_hook.when_rank_known, in_hook.at_rank_zero_only = self.first_rank.begin, self._give_first_rank
         self._gradients.forget()
         in_hook.thread = threading.get_ident()
         if in_hook.is_rank_kept:
@@ -138,6 +147,7 @@ class OwnerComputes(TorchFunctionMode):
             self._exchanges.send()
             self._lent.check()
             if in_hook.is_rank_known:
+                in_hook.has_kept_rank |= self.keys.has_copies()
                 self.trainer.should_stop = self.first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
                 # An optimizer that is stepped in the hook may have made states on the ranks that hold its parameters.
@@ -202,7 +212,7 @@ class OwnerComputes(TorchFunctionMode):
         number = self._exchanges.number
         vars(self).update(vars(other))
         self._exchanges.number += number
-        in_hook.when_rank_known = self.first_rank.begin
+        in_hook.when_rank_known, in_hook.at_rank_zero_only = self.first_rank.begin, self._give_first_rank
 
     def make_whole(self, num_processes: int) -> None:
         """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.
@@ -226,7 +236,7 @@ class OwnerComputes(TorchFunctionMode):
             if in_hook.is_rank_known and is_partial(tensors):
                 found = self._meet_first_rank("whole", wanted_of(self.keys, tensors))
                 if found is not None:
-                    return [found.pop(0) if type(one) is Placeholder else one for one in tensors]  # type: ignore[misc]
+                    return filled(tensors, found)
             return [one.detach() for one in self._operands.gather_everywhere(tensors, what)]
 
     def log(self, logged: Logged) -> Logged | None:
@@ -253,6 +263,25 @@ class OwnerComputes(TorchFunctionMode):
             return False
         with _torch.DisableTorchFunction():  # what the first rank is given is no call of the user's
             return self._meet_first_rank(call, ()) is not None
+
+    def _give_first_rank(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Every rank comes to a call that the first rank alone makes, as a logger's under `rank_zero_only`. It gets the
+        data of what hooks have made among the arguments, which it may keep while the others do not.
+        """
+        if not is_partial(args) and not is_partial(kwargs.values()):
+            return
+        tensors = list(filter(self.keys.is_made, take_apart(self._give_first_rank, args, kwargs).tensors))
+        if not tensors:
+            return
+        with _torch.DisableTorchFunction():
+            call = "a function under rank_zero_only"
+            if in_hook.is_rank_known and self._meet_first_rank(call, ()) is not None:
+                return  # which only the first rank comes to
+            needed: list[Holders] = [(0,)] * len(tensors)
+            here = self._operands.gather(tensors, needed, call)
+            for tensor, data in zip(tensors, here, strict=True):
+                if self._rank == 0 and data is not tensor:
+                    become_copy(tensor, data)
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -352,7 +381,7 @@ class OwnerComputes(TorchFunctionMode):
         with _torch.DisableTorchFunction():
             if is_gradient:
                 return found[0] if found else args[0].grad
-            here: list[Any] = [found.pop(0) if type(one) is Placeholder else one for one in call.tensors]
+            here: list[Any] = filled(call.tensors, found)
             if name == "__reduce_ex__":
                 return reduced(here[0], TensorSpec.of(here[0]), args[1])
             if name == "__deepcopy__":

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class _InHook:
         has_kept_rank: this rank's code may have kept what rank it runs on.
         is_rank_kept: the first rank's may have, as all know, so hooks may differ from their start.
         when_rank_known: called when it asks.
+        at_rank_zero_only: called with the arguments of a function under `rank_zero_only`, to which every rank comes.
         thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
     """
 
@@ -36,6 +38,7 @@ class _InHook:
     is_rank_known = False
     has_kept_rank = is_rank_kept = False
     when_rank_known: Callable[[], None] | None = None
+    at_rank_zero_only: Callable[[Any, dict[str, Any]], None] | None = None
     thread = 0
 
     def note_rank(self) -> None:

@@ -73,11 +73,13 @@ class NotedRank(int):
         if not is_wrapper:
             note_rank(frame if is_in_run(frame) else None)
             return is_equal
+        args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
+        if in_hook.is_here() and in_hook.at_rank_zero_only is not None:
+            in_hook.at_rank_zero_only(args, kwargs)
         in_hook.note_rank()
         recording = running_recording()
         if recording is None:
             return is_equal
-        args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
         read, named = with_data(recording, args, kwargs)
         note_rank_zero_only(recording, frame.f_code)
         if read is args:

@@ -167,6 +167,64 @@ class RankZeroOnlyInStep(Layers):
         return loss
 
 
+class BufferedLogger(RowsLogger):
+    """Keeps what it is given, and writes it in the end."""
+
+    def __init__(self, folder: Any) -> None:
+        super().__init__(folder)
+        self._kept: list[Any] = []
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self._kept.append((step, dict(metrics)))
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "rows.txt").write_text(f"{[(step, *sorted(row.items())) for step, row in self._kept]}")
+
+
+@habit(plain=False, shows=False, trainer=lambda folder: {"logger": BufferedLogger(folder)})  # the file is compared
+class BufferedLoggerInHooks(Evaluated):
+    """Hooks give tensors of other stages to a logger that keeps them, in the hooks' own calls and on the first rank."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm = self.head.bias.detach().norm()
+        self.largest = self.head.weight.detach().abs().max()
+        assert self.logger is not None
+        self.logger.log_metrics({"norm": norm, "largest": self.largest, "first": self.layers[0].linear.bias.sum()}, 1)
+        self.logger.log_metrics({"norm": norm.add_(1)}, 2)
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.logger is not None
+        self.logger.log_metrics({"val": self.head.bias.sum()}, step=self.global_step)
+
+
+@habit(plain=False, shows=False)  # the file is compared
+class KeptUnderRankZeroOnly(Evaluated):
+    """What a function under `rank_zero_only` has kept is read in a later hook, and after the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    @rank_zero_only
+    def keep(self, values: list[Tensor]) -> None:
+        self.kept.extend(values)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep([self.head.bias.norm(), self.head.weight.clone()])
+
+    def on_train_epoch_end(self) -> None:
+        if self.kept:
+            text = " ".join(f"{value.sum():.6f}" for value in self.kept)
+            (folder_of(self) / f"{self.current_epoch}.txt").write_text(text)
+
+    def on_fit_end(self) -> None:
+        if self.kept:
+            torch.save(torch.stack(self.kept[::2]), folder_of(self) / "kept.pt")
+
+
 @habit(
     plain=False, shows=False, expect=error(r"one rank alone uses.*first_rank\.py:\d+.*asks for the rank.*every rank")
 )
