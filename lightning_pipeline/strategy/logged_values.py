@@ -40,6 +40,7 @@ class Logged:
     Attributes:
         value: a number or a tensor with one element; for a metric its value for the batch, None if it has none.
         options: the call's other arguments, without ``batch_size``.
+        dtype: the default dtype at the call, in which Lightning has numbers, as that of double precision.
         weight: number of samples, or the ``batch_size`` of the call.
         has_batch_size: whether the call had one.
         metric: dotted name of the logged metric in the module; None for plain values.
@@ -50,6 +51,7 @@ class Logged:
     name: str
     value: Tensor | float | None
     options: Mapping[str, Any]
+    dtype: torch.dtype
     weight: int
     has_batch_size: bool = False
     metric: str | None = None
@@ -88,14 +90,15 @@ class LoggedValues:
             reduce_fx = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
             options["reduce_fx"] = _REDUCTIONS.get(reduce_fx, str(reduce_fx))
         weight = num_samples if batch_size is None else int(batch_size)
+        dtype = torch.get_default_dtype()
         if not isinstance(value, Metric):
-            return Logged(name, _as_loggable(name, value), options, weight, batch_size is not None)
+            return Logged(name, _as_loggable(name, value), options, dtype, weight, batch_size is not None)
         metric = self._metric_name(name, value)
         if options.get("metric_attribute") is None:
             options["metric_attribute"] = metric
         cached = value._forward_cache
         has_value = isinstance(cached, Tensor) and cached.numel() == 1
-        return Logged(name, cached if has_value else None, options, weight, batch_size is not None, metric)
+        return Logged(name, cached if has_value else None, options, dtype, weight, batch_size is not None, metric)
 
     def log(self, calls: Iterable[Iterable[Logged]], log: Callable[..., None]) -> None:
         """Call the module's original ``log`` once for each call that the micro-batches made, in order, as one process
@@ -116,24 +119,29 @@ class LoggedValues:
                 key = (call.name, call.metric, tuple(call.options.items()))
                 alike.setdefault((times[key], *key), []).append(call)
                 times[key] += 1
-        for first, *others in alike.values():
-            same = [first, *others]
-            reduction = first.options.get("reduce_fx", "mean")
-            if reduction == "mean" and all(call.is_share for call in same):
-                reduction = "sum"
-            weights = [call.weight for call in same]
-            value: Any = _reduce([call.value for call in same], weights, reduction)
-            if first.metric is not None:
-                metric = self._module.get_submodule(first.metric)
-                if value is not None:
-                    metric._forward_cache = value  # what Lightning shows for on_step
-                value = metric
-            if not self._is_users:
-                log(first.name, value, **first.options, batch_size=sum(weights))
-                continue
-            of_call = {"batch_size": sum(weights)} if first.has_batch_size else {}
-            with _default_batch_size(sum(weights)):
-                log(first.name, value, **first.options, **of_call)
+        for same in alike.values():
+            with default_dtype(same[0].dtype):
+                self._log_once(same, log)
+
+    def _log_once(self, same: list[Logged], log: Callable[..., None]) -> None:
+        """`log`, for the calls that belong together."""
+        first = same[0]
+        reduction = first.options.get("reduce_fx", "mean")
+        if reduction == "mean" and all(call.is_share for call in same):
+            reduction = "sum"
+        weights = [call.weight for call in same]
+        value: Any = _reduce([call.value for call in same], weights, reduction)
+        if first.metric is not None:
+            metric = self._module.get_submodule(first.metric)
+            if value is not None:
+                metric._forward_cache = value  # what Lightning shows for on_step
+            value = metric
+        if not self._is_users:
+            log(first.name, value, **first.options, batch_size=sum(weights))
+            return
+        of_call = {"batch_size": sum(weights)} if first.has_batch_size else {}
+        with _default_batch_size(sum(weights)):
+            log(first.name, value, **first.options, **of_call)
 
     def _metric_name(self, name: str, metric: Metric) -> str:
         if id(metric) not in self._metric_names:
@@ -167,6 +175,17 @@ def take_numbers(calls: Iterable[Iterable[Logged]], numbers: Iterable[Iterable[t
         for call in own:
             if type(call.value) is float and left.get(call.name):
                 call.value = left[call.name].pop(0)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """While entered, `dtype` is torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _bound(log: Callable[..., None], module: LightningModule, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.recording.step_gradients import UNANSWERED, StepGradients, given
 
 from .hooks import has_hook
+from .logged_values import default_dtype
 from .manual import Closure, batch_calls_met
 from .own_attributes import OwnAttributes
 from .own_backward import backward_of
@@ -177,11 +178,7 @@ def _later(what: str, clear: Callable[[], None]) -> None:
 def _dtype_within(context: AbstractContextManager[None]) -> Iterator[None]:
     """While entered, the default dtype is that which a context sets. Micro-batches enter and leave such a context by
     turns, and the dtype is the process's."""
-    before = torch.get_default_dtype()
     with context:
         within = torch.get_default_dtype()
-    torch.set_default_dtype(within)
-    try:
+    with default_dtype(within):
         yield
-    finally:
-        torch.set_default_dtype(before)

@@ -160,7 +160,7 @@ class StageRunner:
             return None
         if not losses:  # other replicas have some, with whose gradients this one updates, too
             return torch.zeros((), device=self._session.device)
-        loss = self.loss_of_batch(*map(list, zip(*losses, strict=True))).to(torch.float32)
+        loss = self.loss_of_batch(*map(list, zip(*losses, strict=True)))
         extra = _without_loss([state.result for state in states], sizes)
         return {"loss": loss, **extra} if extra else loss
 

@@ -548,3 +548,30 @@ class LogTakesAStage(Evaluated):
         self.log("twice", 2 * loss, stage="other", on_step=False, on_epoch=True)
         self.log(name="thrice", value=3 * loss, stage="third", prog_bar=True)
         return loss
+
+
+@habit(trainer={"precision": "64-true"}, calls=("fit", "validate"), shows=False, observed=["found"])
+class NumbersLoggedInDouble(Evaluated):
+    """Numbers and float32 tensors that steps log are added up in double precision; so is the loss that hooks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_number", 1 / 3, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_number", 1 / 3)
+        self.log("val_single", torch.tensor(1 / 3, dtype=torch.float32))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["loss"].dtype is torch.float64
+
+    def on_train_epoch_end(self) -> None:
+        kept = {name: self.trainer.callback_metrics[name] for name in ("train_number_epoch", "val_number", "val_single")}
+        assert all(value.dtype is torch.float64 for value in kept.values())
+        self.found.append([value.item() for value in kept.values()])
