@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -122,8 +123,10 @@ def _agree_on_stopping(trainer: Trainer, replicas: Replicas) -> None:
 
 
 def _is_in_inference(trainer: Trainer) -> bool:
-    """Whether the user's code would be in inference mode in one process."""
-    return _torch.is_inference_mode_enabled() or _replaces_inference_mode(trainer)
+    """Whether the user's code would be in inference mode in one process. Torch's own, such as the compiler, is told
+    whether it is."""
+    is_torchs = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+    return _torch.is_inference_mode_enabled() or (not is_torchs and _replaces_inference_mode(trainer))
 
 
 def _replaces_inference_mode(trainer: Trainer) -> bool:

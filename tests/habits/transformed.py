@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.habits.modules import WIDTH, Layer, Layers
+from tests.habits.modules import WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import error, habit
 
 
@@ -252,6 +252,21 @@ class CompiledLoss(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         return self.criterion(self(x), y)
+
+
+@habit(shows=False, calls=("validate", "test", "predict"))
+class CompiledInEvaluation(Evaluated):
+    """Layers and a function that are compiled in evaluations of their own, which run in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([torch.compile(layer, backend="eager") for layer in self.layers])
+        self.head.compile(backend="aot_eager")
+        self.criterion = torch.compile(smoothed, backend="eager")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert torch.is_inference_mode_enabled()
+        self.log("val_smoothed", self.criterion(self(batch[0]), batch[1]))
 
 
 def smoothed(logits: Tensor, y: Tensor) -> Tensor:
