@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
+from lightning_pipeline.hooks.child_processes import processes_started
 from lightning_pipeline.hooks.first_rank import (
     FirstRank,
     Lending,
@@ -142,7 +143,8 @@ class OwnerComputes(TorchFunctionMode):
             noted = _torch.before_collectives(self._note_collective)
             # A mode that a hook enters may stand until a later hook, which leaves it from the top of the stack.
             own = _torch.lowest_function_mode(self)
-            with absent_state_expected(), noted, parameters_seen(self.keys), gathered_by_hooks(), states, own:
+            started = processes_started(self, self.whole)
+            with absent_state_expected(), noted, parameters_seen(self.keys), gathered_by_hooks(), started, states, own:
                 yield
             self._exchanges.send()
             self._lent.check()

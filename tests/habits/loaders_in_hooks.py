@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.habits.loaders import Noisy, OwnLoader, samples
 from tests.habits.modules import WIDTH, Evaluated, Layers
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 @habit(plain=False)
@@ -79,3 +80,52 @@ class NormalizedByValidationData(Evaluated):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         return super().validation_step((x / self.scale, y), batch_idx)
+
+
+class Rows(Dataset[Tensor]):
+    """Rows of what a function gives, with a layer's output if there is one."""
+
+    def __init__(self, rows: Any, layer: Any = None) -> None:
+        self.rows, self.layer = rows, layer
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        row = self.rows()[index]
+        return row if self.layer is None else self.layer(row).detach()
+
+
+@habit(plain=False, shows=False, observed=["sums"])
+class WorkersOverFeatures(Evaluated):
+    """Loaders with workers over features and weights, as for a probe on them; one on the first rank alone."""
+
+    def on_train_start(self) -> None:
+        self.sums: list[float] = []
+
+    def on_validation_epoch_end(self) -> None:
+        features = self.features(torch.arange(4.0 * WIDTH).reshape(4, WIDTH)).detach()
+        bank = TensorDataset(features, torch.arange(4))
+        sums = [float(x.sum()) for x, _ in DataLoader(bank, batch_size=3, num_workers=2, shuffle=True)]
+        self.log("first", sums[0])
+        if self.global_rank == 0:
+            again = DataLoader(bank, batch_size=2, num_workers=1, generator=torch.Generator())
+            assert sum(float(x.sum()) for x, _ in again) == pytest.approx(sum(sums), rel=1e-5)
+        features.mul_(2)  # what the workers were given is this rank's no more
+        self.log("later", features.sum())
+
+    def on_train_epoch_end(self) -> None:
+        weight = self.head.weight.detach()
+        self.sums += [float(row.sum()) for row in DataLoader(Rows(lambda: weight), num_workers=1)]
+
+
+@habit(
+    plain=False,
+    shows=False,
+    expect=error(r"needs the data of .*layers\.3.*modules\.py:\d+.*worker has no connection.*num_workers=0"),
+)
+class WorkersRunLayer(Layers):
+    """A loader's worker calls a layer of the module."""
+
+    def on_train_epoch_end(self) -> None:
+        list(DataLoader(Rows(lambda: torch.ones(4, WIDTH), self.layers[3]), num_workers=1))
