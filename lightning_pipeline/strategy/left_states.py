@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.memory import num_storage_bytes
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import Placeholder, is_absent
 from lightning_pipeline.partition.users_code import users_line
@@ -38,7 +39,7 @@ def make_states_whole(
     if any(type(tensor) is Placeholder for tensor in here):  # which a hook has put there
         limit = -1
     own = [_owned(layout, ownership) for layout in layouts]
-    num_bytes = sum(tensor.nbytes for states in own for tensor in _tensors(states.values()))
+    num_bytes = sum(num_storage_bytes(tensor) for states in own for tensor in _tensors(states.values()))
     sizes = torch.tensor([num_bytes, limit], dtype=torch.float64)
     sent, limits = transport.all_gather_vector(sizes, "sizes of the optimizers' states").unbind(1)
     if sent.sum() > limits.min():

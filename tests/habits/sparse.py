@@ -124,6 +124,32 @@ class Tokens(Layers):
         return super().features(self.words(x).mean(1))
 
 
+@habit(replicated=DENSE_ONLY, shows=False)
+class SparseMomentum(Tokens):
+    """Sparse gradients, of which SGD's momentum is sparse as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more_words = nn.Embedding(20, WIDTH, sparse=True)
+
+    def chain(self) -> list[str]:
+        return [*super().chain(), "more_words"]
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) + self.more_words(x).mean(1)
+
+
+@habit(replicated=DENSE_ONLY, shows=False, plain=False)
+class SparseGradientsInHook(SparseMomentum):
+    """A hook logs the norms of rows, which it takes from sparse gradients of several stages."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, words in {"first": self.words, "more": self.more_words}.items():
+            assert words.weight.grad is not None
+            self.log(name, words.weight.grad.coalesce().values().norm())
+            self.log(f"{name}_dense", words.weight.grad.to_dense().norm())
+
+
 @habit(replicated=DENSE_ONLY)
 class SparseGradients(Tokens):
     """`nn.Embedding(sparse=True)` and SGD."""
