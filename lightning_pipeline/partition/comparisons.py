@@ -40,4 +40,4 @@ def is_never_equal(func: Any, args: Any) -> bool:
     """Whether a comparison is one with None, a string or the like, which Python answers by identity."""
     if func not in REFLECTED or len(args) != 2:
         return False
-    return not all(isinstance(one, Tensor | Number) or hasattr(one, "__array__") for one in args)
+    return not all(isinstance(one, Tensor | Number) or hasattr(type(one), "__array__") for one in args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import torch
@@ -39,9 +40,10 @@ def num_rows(tensors: list[Tensor]) -> int | None:
 
 def num_samples(microbatch: Any, tensors: list[Tensor], layout: Layout) -> int | None:
     """The number of samples of a micro-batch with these tensors; None if it is unknown."""
-    graphs = getattr(microbatch, "num_graphs", None)  # of PyTorch Geometric, whose tensors have rows for nodes
-    if isinstance(graphs, int):
-        return graphs
+    with suppress(Exception):  # of any kind, as those of a dictionary whose items are its attributes
+        graphs = microbatch.num_graphs  # of PyTorch Geometric, whose tensors have rows for nodes
+        if isinstance(graphs, int):
+            return graphs
     return _listed_samples(tensors, layout) or num_rows(tensors) or batch_size(microbatch)
 
 

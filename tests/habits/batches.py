@@ -1,4 +1,5 @@
-"""How the tensors of a batch lie in memory: transposed, with holes, expanded, as windows, overlapping one another."""
+"""How the tensors of a batch lie in memory: transposed, with holes, expanded, as windows, overlapping one another;
+and what a batch is."""
 
 from __future__ import annotations
 
@@ -276,3 +277,38 @@ class DetectsObjectsInStackedImages(DetectsObjects):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("boxes", float(sum(len(target["boxes"]) for target in batch["labels"])))
+
+
+class Items(dict[str, Any]):
+    """A dictionary whose items are its attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+@habit(calls=("fit", "predict"), observed=["settings.seen"], shows=False)
+class ItemsAsAttributes(Evaluated):
+    """Dictionaries whose attributes are their items, where a missing one is a KeyError: batches, settings, results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Items(scale=0.5, seen=0, inner=Items(depth=2))
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        x, y = Evaluated.batch(generator)
+        return Items(x=x, y=y, more=Items(ids=list(range(len(x)))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.settings.seen += len(batch.more.ids)
+        logits = self(batch.x) * self.settings.scale
+        return Items(loss=F.cross_entropy(logits, batch.y), logits=logits.detach())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", F.cross_entropy(self(batch.x), batch.y))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return Items(logits=self(batch.x), ids=batch.more.ids)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("sum", outputs["logits"].sum() * self.settings.inner.depth)
