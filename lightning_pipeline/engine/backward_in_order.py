@@ -52,7 +52,7 @@ class _Backward:
         self._work = work
         self._retain_graph = retain_graph
         self._hooks = HookCalls(run.state.recording, run.tensors, run.direct, run, run.seed)
-        wanted = program.with_gradients(run.state.loss_value)
+        self._wanted = wanted = program.with_gradients(run.state.loss_value)
         self._hooked = self._visits_of_hooked(wanted)
         # A hook would see zeros from visits that the loss does not depend on.
         self._transfers = [
@@ -64,7 +64,7 @@ class _Backward:
         run, state = self._run, self._run.state
         assert state.recording is not None
         state.let_age()
-        run.transfers.merge()
+        run.transfers.merge(self._transfers)
         repeated = self._used_repeatedly()
         # Sum this micro-batch's gradients apart from earlier ones': floating-point addition is not associative.
         before = [(one.parameter, one.parameter.grad) for one in repeated]
@@ -74,7 +74,7 @@ class _Backward:
         for visit in range(max(run.homes.values(), default=0), -1, -1):
             self._run_visit(visit, repeated)
             self._give_back(visit, repeated)
-        run.transfers.end_backward(self._transfers, is_repeated=self._retain_graph)
+        run.transfers.end_backward(self._transfers, self._wanted, is_repeated=self._retain_graph)
         run.share_writes_of_backward()
         for parameter, gradient in before:
             if gradient is not None:

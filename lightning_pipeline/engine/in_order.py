@@ -203,6 +203,7 @@ class InOrder:
             return
         is_mine = self.rank_of(visit) == self.rank
         self._checkpointed.note_visit(visit)
+        self.transfers.user = event
         operands: list[Tensor] = []
         for slot, value in enumerate(event.inputs):
             if not isinstance(value, int):
@@ -343,6 +344,8 @@ class InOrder:
             return _NOTHING if again is None else again
         if returns and home == visit:
             self.transfers.note_use(value, visit)
+        elif returns:
+            self.transfers.note_another_user(value, visit)
         return self.here.get((visit, value), _NOTHING)
 
     def _moved(
@@ -372,6 +375,8 @@ class InOrder:
             else:
                 self._came_frozen.add(key)
             self._moved(-1 - number, home, visit, spec, own)
+        else:
+            self.transfers.note_another_user(-1 - number, visit)
         found = self.here[key]
         is_frozen = found.requires_grad and not spec.requires_grad  # by the step, since it came
         return found.detach() if is_frozen else found

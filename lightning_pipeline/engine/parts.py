@@ -179,11 +179,13 @@ class StepParts:
         placement, rank = self._shared.placement, self._shared.rank
         for visit, strand in carried.crossing:
             transfer = Transfer(strand.value, part.begins + visit - 1, part.begins + visit)
-            transfer.is_gone = strand.value in gone
+            transfer.users += part.users(strand, visit)
             if placement[visit - 1] == rank:
                 transfer.sent = [state.on(visit - 1).kept_edges[strand]]
             if placement[visit] == rank:
                 transfer.catch(state.on(visit).kept_leaves[strand])
+            if gone:
+                transfer.end(gone)
             carried.transfers.add(transfer)
             if any(fork.strand == strand for fork in part.visits[visit - 1].forks):
                 carried.transfers.note_use(strand.value, transfer.source)  # which comes next, of the sender's own

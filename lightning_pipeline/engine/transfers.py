@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
+from lightning_pipeline.recording.event import Event
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
@@ -27,11 +28,13 @@ class Transfer:
 
     Attributes:
         num_parts: how often gradients go back to it in its use, as to the weights of a recurrent layer.
+        users: the events that use it. Several do that write into it or ask for its gradient, and after the schedule.
         sent: on the sender, the edges at which its gradient enters the graph, one for each part.
         arrived: on the receiver, the leaf; for a use that returns a view, the base of that view.
         operand: on the receiver, what the use is given, until it has given something, if there are several parts.
         caught: collects the gradient of `arrived` in backward.
-        is_merged: whether its gradient is sent with that of the next use.
+        is_merged: whether its gradient is sent with that of a later use.
+        merged: earlier uses whose gradients are sent with its own, the latest first.
         is_gone: whether a backward has used it and freed the graph.
     """
 
@@ -43,7 +46,9 @@ class Transfer:
     arrived: Tensor | None = None
     operand: Tensor | None = None
     caught: CaughtGradient | None = None
+    users: list[Event] = field(default_factory=list)
     is_merged: bool = False
+    merged: list[Transfer] = field(default_factory=list)
     is_gone: bool = False
 
     def catch(self, leaf: Tensor) -> None:
@@ -68,6 +73,27 @@ class Transfer:
             return [*self.caught.parts]
         total = self.caught.gradient
         return self.padded(torch.zeros_like(self.arrived) if total is None else total)
+
+    def is_used_for(self, wanted: Container[int]) -> bool:
+        """Whether some of the wanted values are made of it, in a way that autograd goes back."""
+        return self.value in wanted and any(event.gives_gradient_of(self.value, wanted) for event in self.users)
+
+    def end(self, wanted: Container[int]) -> None:
+        """A backward from what the wanted values are has gone back by it, and has freed what it went through.
+
+        A parameter may go on to give gradients of other uses.
+        """
+        if self.value < 0 and not all(event.gives_gradient_of(self.value, wanted) for event in self.users):
+            self.begin_again()
+        elif self.is_used_for(wanted):
+            self.is_gone, self.sent, self.arrived, self.operand, self.caught = True, (), None, None, None
+
+    def begin_again(self) -> None:
+        """Forget which gradients have gone back."""
+        self.is_merged = False
+        self.merged.clear()
+        if self.caught is not None:
+            self.caught.clear()
 
     def padded(self, total: Tensor) -> list[Tensor]:
         """A gradient in one piece, as so many parts."""
@@ -95,6 +121,9 @@ class Transfers:
         self._all: list[Transfer] = []
         self._uses: dict[int, list[tuple[int, Transfer | None]]] = {}
         """Of values that give gradients: the visit of each use, in order, and how they came there."""
+        self._first: dict[tuple[int, int], Transfer] = {}
+        self.user: Event | None = None
+        """The event that runs now."""
 
     def rank_of(self, visit: int) -> int:
         """The rank on which a visit runs."""
@@ -200,12 +229,12 @@ class Transfers:
         return [leaf for leaf in found if leaf is not None and leaf.is_leaf]
 
     def returning(self, wanted: Container[int]) -> list[Transfer]:
-        """Those of the wanted values and parameters, in order. Others have no gradients, which are not zeros.
+        """Those of which the wanted values are made, in order. Others have no gradients, which are not zeros.
 
         Raises:
             RuntimeError: a backward has been there.
         """
-        found = [one for one in self._all if one.value in wanted and not (one.value < 0 and one.is_gone)]
+        found = [one for one in self._all if one.is_used_for(wanted)]
         if any(one.is_gone for one in found):
             raise RuntimeError(
                 "a backward goes a second time through a graph that the first one has freed: pass retain_graph=True to "
@@ -217,16 +246,29 @@ class Transfers:
         """Add a transfer that was made by the schedule."""
         self._note(transfer)
 
-    def merge(self) -> None:
+    def note_another_user(self, value: int, destination: int) -> None:
+        """Record that the event that runs now uses what has come to a visit for another one, too."""
+        transfer = self._first.get((value, destination))
+        if transfer is not None and self.user is not None:
+            transfer.users.append(self.user)
+
+    def merge(self, transfers: Sequence[Transfer]) -> None:
         """Let the gradients of a value's last uses travel as one, where they are on one visit: they are the first that
-        one process adds up. Those of earlier uses are added to that one by one."""
+        one process adds up. Those of earlier uses are added to that one by one.
+
+        Args:
+            transfers: those by which gradients go back.
+        """
+        returning = set(map(id, transfers))
         for uses in self._uses.values():
-            last, _ = uses[-1]
-            for (visit, transfer), (following, _) in zip(reversed(uses[:-1]), reversed(uses), strict=False):
-                if visit != last or following != last:
+            used = [(visit, one) for visit, one in uses if one is None or id(one) in returning]
+            if not used or (last := used.pop()[1]) is None:
+                continue
+            for _, transfer in reversed(used):
+                if transfer is None or transfer.destination != last.destination:
                     break
-                if transfer is not None:
-                    transfer.is_merged = True
+                transfer.is_merged = True
+                last.merged.append(transfer)
 
     def give_back(self, transfer: Transfer, spec: TensorSpec, *, is_repeated: bool = False) -> list[Tensor]:
         """Give the visit that sent a value its gradient. Returns it on the rank of that visit, in parts.
@@ -253,42 +295,40 @@ class Transfers:
             return [self._direct.receive_with_strides(spec, receiver, what) for _ in range(transfer.num_parts)]
         return []
 
-    def end_backward(self, transfers: Sequence[Transfer], *, is_repeated: bool) -> None:
+    def end_backward(self, transfers: Sequence[Transfer], wanted: Container[int], *, is_repeated: bool) -> None:
         """Gradients have gone back by these transfers.
 
         Args:
+            wanted: the values from which the loss was made.
             is_repeated: they may once more, as the graph is kept.
         """
-        if is_repeated:
-            for one in transfers:
-                one.is_merged = False
-                if one.caught is not None:
-                    one.caught.clear()
-            return
         for one in transfers:
-            one.is_gone, one.sent, one.arrived, one.operand, one.caught = True, (), None, None, None
+            if is_repeated:
+                one.begin_again()
+            else:
+                one.end(wanted)
 
     def let_go(self) -> None:
         """Free the micro-batch's tensors."""
         self._all.clear()
         self._uses.clear()
+        self._first.clear()
 
     def _note(self, transfer: Transfer) -> None:
+        if self.user is not None and not transfer.users:
+            transfer.users.append(self.user)
         self._all.append(transfer)
+        self._first.setdefault((transfer.value, transfer.destination), transfer)
         self._uses.setdefault(transfer.value, []).append((transfer.destination, transfer))
 
     def _merged(self, transfer: Transfer) -> list[Tensor]:
-        """The gradient of a use, in parts, the first of which has what later uses have merged into it."""
-        uses = [one for _, one in self._uses.get(transfer.value, ()) if one is not None]
-        index = next((place for place, one in enumerate(uses) if one is transfer), 0)
-        if index == 0 or not uses[index - 1].is_merged:
+        """The gradient of a use, in parts, the first of which has what earlier uses have merged into it."""
+        if not transfer.merged:
             return transfer.gradients()
         total = reduce(add, transfer.gradients())
-        while index > 0 and uses[index - 1].is_merged:
-            index -= 1
-            caught = uses[index].caught
-            if caught is not None and caught.gradient is not None:
-                total = reduce(add, uses[index].gradients(), total)
+        for one in transfer.merged:
+            if one.caught is not None and one.caught.gradient is not None:
+                total = reduce(add, one.gradients(), total)
         return transfer.padded(total)
 
 

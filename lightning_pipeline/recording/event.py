@@ -192,6 +192,10 @@ class Event:
         reached += [value for _, _, value in self.writes]
         return any(value in wanted for value in reached if value is not None)
 
+    def gives_gradient_of(self, operand: int, wanted: Container[int]) -> bool:
+        """Likewise, to where a value or parameter is an operand."""
+        return any(self.gives_gradient_to(slot, wanted) for slot, one in enumerate(self.inputs) if one == operand)
+
     def num_gradients(self, slot: int) -> int:
         """How often gradients go back to an operand."""
         return dict(self.result.repeats).get(slot, 1)

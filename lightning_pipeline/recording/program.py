@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -302,16 +302,18 @@ class Program:
 
     def _is_wanted(self, strand: Strand, visit: int, wanted: frozenset[int]) -> bool:
         """Whether a strand that comes to a visit is used, there or later, in what the loss is computed from."""
+        return any(event.gives_gradient_of(strand.value, wanted) for event in self.users(strand, visit))
+
+    def users(self, strand: Strand, visit: int) -> Iterator[Event]:
+        """The events that use a strand that comes to a visit, there or later."""
         plan = self.visits[visit]
         for (number, value), used in plan.operands.items():
-            event = self.events[number]
             if used == strand and value == strand.value:
-                slots = (slot for slot, operand in enumerate(event.inputs) if operand == value)
-                if any(event.gives_gradient_to(slot, wanted) for slot in slots):
-                    return True
+                yield self.events[number]
         sent = [strand_out for strand_out, source in plan.sends.items() if source == strand]
         sent += [fork.strand for fork in plan.forks if fork.source == strand]
-        return any(self._is_wanted(one, visit + 1, wanted) for one in dict.fromkeys(sent))
+        for one in dict.fromkeys(sent):
+            yield from self.users(one, visit + 1)
 
     def _spread(self, value: int, strand: Strand | None, visit: int, uses: Sequence[int], count: list[int]) -> None:
         """Plan how a value, which is on `visit` as `strand`, comes to the events that use it."""
