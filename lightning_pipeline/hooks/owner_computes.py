@@ -62,10 +62,18 @@ from lightning_pipeline.hooks.slices import (
 )
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
+from lightning_pipeline.partition.compiled import compiled_as_asked, compiled_as_written
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
 from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, named_tensors
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, describe, placeholder, transform_error
+from lightning_pipeline.partition.placeholder import (
+    Placeholder,
+    TensorSpec,
+    describe,
+    higher_order_error,
+    placeholder,
+    transform_error,
+)
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
@@ -144,7 +152,17 @@ class OwnerComputes(TorchFunctionMode):
             # A mode that a hook enters may stand until a later hook, which leaves it from the top of the stack.
             own = _torch.lowest_function_mode(self)
             started = processes_started(self, self.whole)
-            with absent_state_expected(), noted, parameters_seen(self.keys), gathered_by_hooks(), started, states, own:
+            written = compiled_as_written(self._recorder.note_as_written)
+            with (
+                absent_state_expected(),
+                noted,
+                parameters_seen(self.keys),
+                gathered_by_hooks(),
+                started,
+                states,
+                written,
+                own,
+            ):
                 yield
             self._exchanges.send()
             self._lent.check()
@@ -188,7 +206,7 @@ class OwnerComputes(TorchFunctionMode):
             in_hook.on = False
             try:
                 others = [mode for mode in reversed(modes) if mode is not self]
-                with _torch.function_modes_put_on(others), self.states.hidden():
+                with _torch.function_modes_put_on(others), self.states.hidden(), compiled_as_asked():
                     yield
             finally:
                 in_hook.on = True
@@ -200,7 +218,8 @@ class OwnerComputes(TorchFunctionMode):
         in_hook.on = True
         self._gradients.forget()
         try:
-            with _torch.lowest_function_mode(self):
+            written = compiled_as_written(self._recorder.note_as_written)
+            with _torch.lowest_function_mode(self), written:
                 yield
             self._exchanges.send()
         finally:
@@ -303,6 +322,8 @@ class OwnerComputes(TorchFunctionMode):
             found = self._alone(func, kind, name, args, kwargs)
             if found is not _TOGETHER:
                 return found
+        if isinstance(func, _torch.HigherOrderOperator):
+            raise higher_order_error(func)
         # These take a tensor as it is, and not its data.
         if name == "__deepcopy__":
             with _torch.DisableTorchFunctionSubclass():

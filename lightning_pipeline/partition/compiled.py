@@ -5,12 +5,18 @@ Nothing of this package may run inside a compiled call, as the compiler would tr
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
+
+from lightning_pipeline import _torch
+from lightning_pipeline.partition.overrides import overridden
 
 ORIGINAL = "_orig_mod"
 """The attribute of the compiler's wrapper that holds the module."""
@@ -38,8 +44,10 @@ def compiled_as_written(note: Callable[[], None] | None = None) -> AbstractConte
     """
 
     def eager(callback: Any) -> None:
-        if note is not None and callback:
-            note()
+        if callback:
+            _leave_uncounted()
+            if note is not None:
+                note()
 
     return _chosen_by(eager)
 
@@ -49,22 +57,60 @@ def compiled_as_asked() -> AbstractContextManager[None]:
     return _chosen_by(None)
 
 
+def _leave_uncounted() -> None:
+    """Where a call with fullgraph=True, which is an error if nothing was compiled, counts what was, stop the count."""
+    count = getattr(sys.modules[_COMPILER], "set_fullgraph_compiled_frame_count", None)
+    if count is not None:
+        count(-1)
+
+
+_Choice = Callable[[Any], None] | None
+_choice: _Choice = None
+"""What chooses at present; None for the compiler itself."""
+_is_installed = False
+
+
 @contextmanager
-def _chosen_by(function: Any) -> Iterator[None]:
-    """While entered, `function` chooses what the compiler does for a call; None for the compiler's own choice."""
-    compiler: Any = sys.modules.get(_COMPILER)
-    if compiler is None:
-        yield
-        return
-    before = compiler._callback_from_stance
-    own = getattr(before, "instead_of", before)
-    if function is not None:
-        function.instead_of = own
-    compiler._callback_from_stance = function or own
+def _chosen_by(choice: _Choice) -> Iterator[None]:
+    """While entered, `choice` chooses what the compiler does for a call; None for the compiler's own choice."""
+    global _choice
+    before, _choice = _choice, choice
     try:
-        yield
+        with nullcontext() if _is_installed else _installed():
+            yield
     finally:
-        compiler._callback_from_stance = before
+        _choice = before
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    """While entered, the compiler asks `_choice`, also where the user's code imports it meanwhile."""
+    global _is_installed
+    _is_installed = True
+    with overridden() as override:
+
+        def choose(compiler: Any) -> None:
+            own = compiler._callback_from_stance
+            override(compiler, "_callback_from_stance", lambda call: own(call) if _choice is None else _choice(call))
+
+        if (compiler := sys.modules.get(_COMPILER)) is not None:
+            choose(compiler)
+        else:
+            compile_first = torch.compile
+
+            @functools.wraps(compile_first)
+            def imports(*args: Any, **kwargs: Any) -> Any:
+                if torch.compile is imports:
+                    torch.compile = compile_first
+                    with _torch.function_modes_taken_off():
+                        choose(importlib.import_module(_COMPILER))
+                return compile_first(*args, **kwargs)
+
+            override(torch, "compile", imports)
+        try:
+            yield
+        finally:
+            _is_installed = False
 
 
 def is_original(name: str) -> bool:

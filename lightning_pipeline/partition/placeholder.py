@@ -447,3 +447,11 @@ def transform_error(what: str) -> NotImplementedError:
         f"torch.func's vmap, grad, jvp and the like cannot transform a function of what a stage has, {what} "
         f"({users_line()}): {way_out}"
     )
+
+
+def higher_order_error(func: Any) -> NotImplementedError:
+    """The error where one of torch's higher-order operators, such as `torch.cond`, is given what a stage has."""
+    return NotImplementedError(
+        f"{function_name(func)} on what a stage computes or holds is not supported, as what it calls cannot be told "
+        f"from outside ({users_line()}): write it with torch.where, or plain Python"
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.gradient_hooks import REGISTERING
-from lightning_pipeline.partition.placeholder import TensorSpec
+from lightning_pipeline.partition.placeholder import TensorSpec, higher_order_error
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall
@@ -115,10 +115,7 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
             f"and generator, which all ranks do alike, and compute with it, or use the global generator"
         )
     if isinstance(func, _torch.HigherOrderOperator):
-        raise NotImplementedError(
-            f"{function_name(func)} on what a stage computes is not supported within a step, as what it calls cannot "
-            f"be told from outside ({users_line()}): write it with torch.where, or plain Python"
-        )
+        raise higher_order_error(func)
 
 
 def _refuse_resizing(

@@ -17,6 +17,7 @@ what one process would run in inference mode runs below autograd here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -41,7 +42,7 @@ _replaces_inference_mode: list[Callable[[], bool]] = []
 
 @contextmanager
 def fast_paths_open(replaces_inference_mode: Callable[[], bool]) -> Iterator[None]:
-    """While entered, torch's layers take no notice of our modes and placeholders.
+    """While entered, torch's layers take no notice of our modes and placeholders; higher-order operators do.
 
     Args:
         replaces_inference_mode: tells whether gradients are disabled where one process would be in inference mode.
@@ -50,7 +51,8 @@ def fast_paths_open(replaces_inference_mode: Callable[[], bool]) -> Iterator[Non
 
     def has_torch_function(arguments: Any) -> bool:
         return plain(arguments) and not (
-            all(type(one).__module__.startswith(_PACKAGE) for one in _torch.function_modes())
+            sys._getframe(1).f_code is not _torch.HigherOrderOperator.__call__.__code__
+            and all(type(one).__module__.startswith(_PACKAGE) for one in _torch.function_modes())
             and all(type(one) in (Tensor, nn.Parameter, Placeholder) for one in arguments if isinstance(one, Tensor))
         )
 

@@ -191,14 +191,14 @@ class Recorder:
         return nullcontext() if self.current is None else self.current.checkpointed(call)
 
     def note_as_written(self) -> None:
-        """Warn, once for each line, that a compiled function which is no module runs as it was written."""
+        """Warn, once for each line, that a compiled function, or a module in a hook, runs as it was written."""
         line = users_line()
         if line not in self._compiled_functions:
             self._compiled_functions.add(line)
             if self.warns:
                 warnings.warn(
-                    f"a compiled function runs as it was written, not compiled ({line}): in a pipeline that does what "
-                    f"is a module on one stage",
+                    f"compiled code runs as it was written, not compiled ({line}): in a pipeline what runs compiled is "
+                    f"a module on one stage, in steps",
                     stacklevel=2,
                 )
 

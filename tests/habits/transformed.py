@@ -247,7 +247,7 @@ class CompiledLoss(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.criterion = torch.compile(smoothed, backend="eager")
+        self.criterion = torch.compile(smoothed, backend="eager", fullgraph=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -271,6 +271,15 @@ class CompiledInEvaluation(Evaluated):
 
 def smoothed(logits: Tensor, y: Tensor) -> Tensor:
     return 0.9 * F.cross_entropy(logits, y) - 0.1 * F.log_softmax(logits, -1).mean()
+
+
+@habit(expect=error(r"cond on what a stage computes or holds .*transformed.py.*torch.where"))
+class ConditionedFeatures(Layers):
+    """torch.cond by what a stage computes."""
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x)
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
 
 @habit(shows=False)  # a traced layer computes the same
