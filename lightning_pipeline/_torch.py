@@ -111,8 +111,8 @@ cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_
 """The kernel behind `scaled_dot_product_attention`, which also returns the logarithms of the softmax's denominators."""
 is_inference_mode_enabled = torch.is_inference_mode_enabled
 """As torch has it, where a run gives the user's code another answer."""
-ScriptFunction = torch._C.ScriptFunction
-"""What `torch.jit.script` and `torch.jit.trace` return for functions."""
+ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
+"""What `torch.jit.script` and `torch.jit.trace` return for functions, and methods of what they return for modules."""
 
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """A tensor of a subclass, with a shape and no memory."""

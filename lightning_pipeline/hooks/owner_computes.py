@@ -142,7 +142,7 @@ class OwnerComputes(TorchFunctionMode):
         in_hook.on, in_hook.is_rank_known = True, False
         in_hook.when_rank_known, in_hook.at_rank_zero_only = self.first_rank.begin, self._give_first_rank
         self._gradients.forget()
-        in_hook.thread = threading.get_ident()
+        in_hook.take, in_hook.thread = self._take, threading.get_ident()
         if in_hook.is_rank_kept:
             in_hook.note_rank()
         before = self._exchanges.number
@@ -234,6 +234,7 @@ class OwnerComputes(TorchFunctionMode):
         vars(self).update(vars(other))
         self._exchanges.number += number
         in_hook.when_rank_known, in_hook.at_rank_zero_only = self.first_rank.begin, self._give_first_rank
+        in_hook.take = self._take
 
     def make_whole(self, num_processes: int) -> None:
         """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.
@@ -303,6 +304,11 @@ class OwnerComputes(TorchFunctionMode):
             for tensor, data in zip(tensors, here, strict=True):
                 if self._rank == 0 and data is not tensor:
                     become_copy(tensor, data)
+
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that torch gives to no mode, neither to the user's."""
+        with _torch.function_modes_taken_off():
+            return self.__torch_function__(func, (), args, kwargs)
 
     # -- one call ---------------------------------------------------------------------------------------------------
 

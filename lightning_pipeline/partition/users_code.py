@@ -31,6 +31,7 @@ class _InHook:
         is_rank_kept: the first rank's may have, as all know, so hooks may differ from their start.
         when_rank_known: called when it asks.
         at_rank_zero_only: called with the arguments of a function under `rank_zero_only`, to which every rank comes.
+        take: runs a call of the code that torch gives to no mode, given the function and its arguments.
         thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.
     """
 
@@ -39,6 +40,7 @@ class _InHook:
     has_kept_rank = is_rank_kept = False
     when_rank_known: Callable[[], None] | None = None
     at_rank_zero_only: Callable[[Any, dict[str, Any]], None] | None = None
+    take: Callable[[Callable[..., Any], Any, Any], Any] | None = None
     thread = 0
 
     def note_rank(self) -> None:

@@ -15,7 +15,7 @@ from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
-from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.recording.contexts import contexts_refused
 from lightning_pipeline.recording.function_calls import APPLY, applying, are_hooked_by_module, with_state
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
@@ -43,7 +43,7 @@ def classes_patched(recorder: Recorder) -> Iterator[None]:
     """
     if not _patched_for:
         _patches.enter_context(_function_apply_seen())
-        _patches.enter_context(scripted_seen(_as_function, in_stages=True))
+        _patches.enter_context(scripted_seen(_scripted, in_stages=True))
         _patches.enter_context(_module_apply_seen())
         _patches.enter_context(nested_tensors_padded())
         _patches.enter_context(copies_of_parameters_seen(_is_of_step))
@@ -108,6 +108,13 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         found = mode.__torch_function__(function, (), with_state(function, args), kwargs)
     recording.note_draws_within(function)
     return found
+
+
+def _scripted(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a scripted function, which in hooks is one call, too."""
+    if in_hook.is_here() and in_hook.take is not None and _torch.num_function_modes():
+        return in_hook.take(function, args, kwargs)
+    return _as_function(function, args, kwargs)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Functions that were scripted or traced: torch runs them without a word to function modes.
+"""Functions and modules that were scripted or traced: torch runs them without a word to function modes.
 
 A call of one is one function to whoever records a step. If it draws random numbers once, its call is a draw, as if the
 user had called that function of torch.
@@ -19,32 +19,36 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.rng import generators
 from lightning_pipeline.partition.torch_functions import is_drawing, same_kind
 
-_PLAIN = _torch.ScriptFunction.__call__
+_SCRIPTED = {cls: cls.__call__ for cls in (_torch.ScriptFunction, _torch.ScriptMethod)}
+"""What torch has, by class."""
 _FUNCTIONS: dict[tuple[Any, bool], Callable[..., Any]] = {}
 """Of each, in stages or not, one function by which events know its calls."""
 
 
 @contextmanager
 def scripted_seen(call: Callable[[Callable[..., Any], Any, Any], Any], *, in_stages: bool) -> Iterator[None]:
-    """While entered, `call` runs scripted functions, given a function with the arguments, instead of torch.
+    """While entered, `call` runs scripted functions and methods, given a function with the arguments, instead of torch.
 
     Args:
         in_stages: what is drawn has to be the same in another process.
     """
 
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = _FUNCTIONS.get((self, in_stages))
-        if function is None:
-            function = _FUNCTIONS[self, in_stages] = _function_of(self, in_stages=in_stages)
-        return call(function, args, kwargs)
+    def seeing(plain: Any) -> Callable[..., Any]:
+        def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+            function = _FUNCTIONS.get((self, in_stages))
+            if function is None:
+                function = _FUNCTIONS[self, in_stages] = _function_of(partial(plain, self), self, in_stages=in_stages)
+            return call(function, args, kwargs)
+
+        return seen
 
     with overridden() as override:
-        override(_torch.ScriptFunction, "__call__", seen)
+        for cls in _SCRIPTED:
+            override(cls, "__call__", seeing(_SCRIPTED[cls]))
         yield
 
 
-def _function_of(scripted: Any, *, in_stages: bool) -> Callable[..., Any]:
-    function = partial(_PLAIN, scripted)
+def _function_of(function: Callable[..., Any], scripted: Any, *, in_stages: bool) -> Callable[..., Any]:
     number = _most_draws(scripted.inlined_graph)
     if number == 1:
         same_kind(function, torch.rand)

@@ -6,9 +6,9 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.habits.modules import Noting
+from tests.habits.modules import WIDTH, Noting
 from tests.habits.table import error, habit
 
 
@@ -61,3 +61,33 @@ class ConditionedInHook(Noting):
     def on_train_epoch_end(self) -> None:
         weight = self.layers[0].linear.weight.detach()
         self.found.append(torch.cond(self.head.weight.sum() > 0, torch.sin, torch.cos, (weight,)))
+
+
+class Activated(nn.Module):
+    """A layer with a scripted activation, a scripted module and a traced one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.activation, self.dropout = torch.jit.script(swish), torch.jit.script(nn.Dropout(0.3))
+        self.bound = torch.jit.trace(nn.Tanh(), torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bound(self.dropout(self.activation(self.linear(x), 1.5)))
+
+
+def swish(x: Tensor, beta: float) -> Tensor:
+    return x * torch.sigmoid(beta * x)
+
+
+# TorchScript runs another program after some calls, whose backward rounds differently.
+@habit(observed=["found"], shows=False, plain=False, tolerance=1e-6)
+class ScriptedLayersInHooks(Noting):
+    """Layers with scripted and traced parts are called in a hook, and a scripted function with a weight."""
+
+    layer = Activated
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.found.append(self(torch.ones(2, self.width)))
+            self.found.append(torch.jit.script(swish)(self.head.weight, 2.0).sum().item())
