@@ -63,6 +63,13 @@ num_dispatch_modes = torch._C._len_torch_dispatch_stack
 dispatch_modes_taken_off = _disable_current_modes
 """A context in which no dispatch mode is active."""
 
+
+
+def is_faking() -> bool:
+    """Whether functions run on fake tensors, as while torch exports a module."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 transform = torch._C._functorch.peek_interpreter_stack
 """The innermost transform of `torch.func` that is running; None outside of one."""
 
@@ -113,6 +120,17 @@ is_inference_mode_enabled = torch.is_inference_mode_enabled
 """As torch has it, where a run gives the user's code another answer."""
 ScriptFunction, ScriptMethod = torch._C.ScriptFunction, torch._C.ScriptMethod
 """What `torch.jit.script` and `torch.jit.trace` return for functions, and methods of what they return for modules."""
+
+TAKES_MODULES = {
+    "torch.jit": ("trace_module",),
+    "torch.jit._trace": ("_trace_impl", "trace_module"),
+    "torch.jit._script": ("_script_impl",),
+    "torch.export": ("export",),
+    "torch.export._trace": ("_export",),
+    "torch.onnx": ("export",),
+}
+"""Functions that trace or export a module that they are given: those that others of torch's call, where users may have
+imported those by name."""
 
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 """A tensor of a subclass, with a shape and no memory."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.child_processes import processes_started
+from lightning_pipeline.hooks.draws import drawn_by_all, is_draw
 from lightning_pipeline.hooks.first_rank import (
     FirstRank,
     Lending,
@@ -44,7 +45,6 @@ from lightning_pipeline.hooks.operands import (
     become_copy,
     computing_ranks,
     copy_of,
-    empty_like,
     is_partial,
     learns_everywhere,
     set_spec,
@@ -60,6 +60,7 @@ from lightning_pipeline.hooks.slices import (
     refuse_window_of_first_rank,
     windows_among,
 )
+from lightning_pipeline.hooks.whole_calls import refuse_traced, whole_calls_seen
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.compiled import compiled_as_asked, compiled_as_written
@@ -74,7 +75,12 @@ from lightning_pipeline.partition.placeholder import (
     placeholder,
     transform_error,
 )
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
+from lightning_pipeline.partition.torch_functions import (
+    FunctionKind,
+    function_name,
+    is_quantizing,
+    kind_of,
+)
 from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
 from lightning_pipeline.recording.matcher import torch_state
 from lightning_pipeline.recording.operation import Call, put_together, take_apart
@@ -124,7 +130,7 @@ class OwnerComputes(TorchFunctionMode):
             self.first_rank.changes.note(func, args)
         if is_partial(args) or (kwargs and is_partial(kwargs.values())):
             return self._meet(func, args, kwargs or {})
-        if in_hook.is_rank_known and in_hook.is_here() and not self._have_met and _draws(func, kwargs or {}):
+        if in_hook.is_rank_known and in_hook.is_here() and not self._have_met and is_draw(func, kwargs or {}):
             with _torch.DisableTorchFunction():
                 self._meet_first_rank(function_name(func), (), draws=True, is_for_all=False)
         return func(*args, **(kwargs or {}))
@@ -152,7 +158,7 @@ class OwnerComputes(TorchFunctionMode):
             # A mode that a hook enters may stand until a later hook, which leaves it from the top of the stack.
             own = _torch.lowest_function_mode(self)
             started = processes_started(self, self.whole)
-            written = compiled_as_written(self._recorder.note_as_written)
+            written, whole = compiled_as_written(self._recorder.note_as_written), whole_calls_seen(self)
             with (
                 absent_state_expected(),
                 noted,
@@ -161,6 +167,7 @@ class OwnerComputes(TorchFunctionMode):
                 started,
                 states,
                 written,
+                whole,
                 own,
             ):
                 yield
@@ -181,7 +188,7 @@ class OwnerComputes(TorchFunctionMode):
 
         The first rank may still be at calls that it alone runs, and needs the others for those.
         """
-        if not in_hook.is_here():
+        if not in_hook.is_here() or _torch.is_faking():  # torch's log asks for the rank while it exports a module
             return
         if name is None or not in_hook.is_rank_known:
             in_hook.note_rank()
@@ -202,15 +209,23 @@ class OwnerComputes(TorchFunctionMode):
         self._exchanges.send()
         if self.is_first_alone("aside") and together is not None:
             refuse_alone(together)
+        try:
+            with self.unseen(), self.states.hidden():
+                yield
+        finally:
+            self._gradients.forget()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """While entered within `entered`, calls go past this mode, and what is compiled runs compiled."""
         with _torch.function_modes_taken_off() as modes:
             in_hook.on = False
             try:
                 others = [mode for mode in reversed(modes) if mode is not self]
-                with _torch.function_modes_put_on(others), self.states.hidden(), compiled_as_asked():
+                with _torch.function_modes_put_on(others), compiled_as_asked():
                     yield
             finally:
                 in_hook.on = True
-                self._gradients.forget()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -341,6 +356,7 @@ class OwnerComputes(TorchFunctionMode):
         if _torch.is_in_forward_mode():  # whose tensors cannot be sent
             raise transform_error(f"here by {name}")
         call = take_apart(func, args, kwargs)
+        refuse_traced(name)
         if name in ("grad.__get__", "_grad.__get__"):
             return self._gradients.of(args[0])
         if name == "data.__set__":
@@ -378,8 +394,8 @@ class OwnerComputes(TorchFunctionMode):
         if kind is FunctionKind.CALLS:  # Python, which every rank runs
             here = [copied(one) for one in self._operands.gather_everywhere(call.tensors, name)]
             return self._meet(Tensor.copy_, (args[0], self._run(func, call, here)), {})
-        if _draws(func, kwargs):
-            return self._draw(func, call, name)
+        if is_draw(func, kwargs):
+            return drawn_by_all(func, call, self._operands, self.keys, self._run, self._is_among)
         return self._compute(func, call, name, kind)
 
     def _run_met(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -396,7 +412,7 @@ class OwnerComputes(TorchFunctionMode):
         is_gradient = name in ("grad.__get__", "_grad.__get__")
         keys = [self.keys.key_of(tensor) for tensor in call.tensors]
         wanted = wanted_of(self.keys, call.tensors, gradient=is_gradient)
-        found = self._meet_first_rank(name, wanted, *keys, draws=_draws(func, kwargs))
+        found = self._meet_first_rank(name, wanted, *keys, draws=is_draw(func, kwargs))
         if found is None:
             return _TOGETHER
         refuse_window_of_first_rank(call.tensors, name, writes=kind is FunctionKind.WRITES)
@@ -429,6 +445,8 @@ class OwnerComputes(TorchFunctionMode):
         """The holders compute the call; the others get placeholders."""
         held = [holders_of(tensor) for tensor in call.tensors]
         if kind is FunctionKind.COMPUTES and torch.is_grad_enabled() and learns_everywhere(held, call.tensors):
+            return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
+        if is_quantizing(func):  # of which fake tensors know nothing
             return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
         specs = [TensorSpec.of(tensor) for tensor in call.tensors]
         with _torch.dispatch_modes_taken_off() if _torch.num_dispatch_modes() else nullcontext():
@@ -481,28 +499,5 @@ class OwnerComputes(TorchFunctionMode):
         with _torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _draw(self, func: Any, call: Call, name: str) -> Any:
-        """All ranks draw, so that their generators stay alike; the holders keep what is drawn."""
-        held = [holders_of(tensor) for tensor in call.tensors]
-        if name in NEEDS_ONLY_SPECS:
-            here = [empty_like(tensor) if type(tensor) is Placeholder else tensor for tensor in call.tensors]
-        else:
-            here = self._operands.gather_everywhere(call.tensors, name)
-        made, layout = tree.flatten(self._run(func, call, here))
-        for index, tensor in enumerate(made):
-            slot = next((slot for slot, operand in enumerate(here) if operand is tensor), None)
-            if slot is not None:  # drawn in place
-                made[index] = call.tensors[slot]
-            elif name in NEEDS_ONLY_SPECS and held[0] is not None:
-                if not self._is_among(held[0]):
-                    made[index] = tensor = placeholder(TensorSpec.of(tensor), name)
-                self.keys.note(tensor, held[0])
-        return tree.rebuild(layout, made)
-
     def _is_among(self, holders: Holders) -> bool:
         return holders is None or self._rank in holders
-
-
-def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers from a global generator."""
-    return kind_of(func) is FunctionKind.DRAWS and not is_drawing_of_own(kwargs)

@@ -5,18 +5,14 @@ Nothing of this package may run inside a compiled call, as the compiler would tr
 
 from __future__ import annotations
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_pipeline import _torch
-from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.overrides import called_when_imported, overridden
 
 ORIGINAL = "_orig_mod"
 """The attribute of the compiler's wrapper that holds the module."""
@@ -87,30 +83,16 @@ def _installed() -> Iterator[None]:
     """While entered, the compiler asks `_choice`, also where the user's code imports it meanwhile."""
     global _is_installed
     _is_installed = True
-    with overridden() as override:
 
-        def choose(compiler: Any) -> None:
-            own = compiler._callback_from_stance
-            override(compiler, "_callback_from_stance", lambda call: own(call) if _choice is None else _choice(call))
+    def choose(compiler: Any) -> None:
+        own = compiler._callback_from_stance
+        override(compiler, "_callback_from_stance", lambda call: own(call) if _choice is None else _choice(call))
 
-        if (compiler := sys.modules.get(_COMPILER)) is not None:
-            choose(compiler)
-        else:
-            compile_first = torch.compile
-
-            @functools.wraps(compile_first)
-            def imports(*args: Any, **kwargs: Any) -> Any:
-                if torch.compile is imports:
-                    torch.compile = compile_first
-                    with _torch.function_modes_taken_off():
-                        choose(importlib.import_module(_COMPILER))
-                return compile_first(*args, **kwargs)
-
-            override(torch, "compile", imports)
-        try:
+    try:
+        with overridden() as override, called_when_imported((_COMPILER,), choose):
             yield
-        finally:
-            _is_installed = False
+    finally:
+        _is_installed = False
 
 
 def is_original(name: str) -> bool:

@@ -1,10 +1,12 @@
-"""Temporary attributes of objects and classes; whether modules have a forward, and hooks."""
+"""Temporary attributes of objects, classes and modules; whether modules have a forward, and hooks."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -91,6 +93,41 @@ def overridden() -> Iterator[Override]:
         for owner, name, old, value in reversed(before):
             if vars(owner).get(name) is value:
                 _set(owner, name, old)
+
+
+@contextmanager
+def called_when_imported(names: Collection[str], function: Callable[[Any], None]) -> Iterator[None]:
+    """While entered, a function is called with each module of these names: now, or as soon as it has been imported."""
+    for name in names:
+        if name in sys.modules:
+            function(sys.modules[name])
+    finder = _Finder([name for name in names if name not in sys.modules], function)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder:
+    def __init__(self, names: Collection[str], function: Callable[[Any], None]) -> None:
+        self._names = set(names)
+        self._function = function
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self._names:
+            return None
+        self._names.remove(name)  # it is looked for by the others now
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._function(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

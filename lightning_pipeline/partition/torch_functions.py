@@ -146,6 +146,12 @@ def is_torchs(value: Any) -> bool:
     return code.co_filename.startswith(_FILES)
 
 
+def is_quantizing(function: Any) -> bool:
+    """Whether a function makes quantized tensors, or packs them."""
+    operator = getattr(function, "_qualified_op_name", "") or getattr(function, "_name", "")
+    return function_name(function).startswith("quantize_per_") or str(operator).startswith("quantized::")
+
+
 def is_drawing(name: str) -> bool:
     """Whether a function of torch of this name draws random numbers."""
     return name in _DRAWING

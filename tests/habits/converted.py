@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.ao.quantization import quantize_dynamic
+from torch.jit import trace
 
-from tests.habits.modules import WIDTH, Noting
+from tests.habits.modules import WIDTH, Evaluated, Normed, Noting
 from tests.habits.table import error, habit
 
 
@@ -91,3 +94,44 @@ class ScriptedLayersInHooks(Noting):
         with torch.no_grad():
             self.found.append(self(torch.ones(2, self.width)))
             self.found.append(torch.jit.script(swish)(self.head.weight, 2.0).sum().item())
+
+
+@habit(observed=["found"], shows=False)
+class ConvertedInHooks(Noting):
+    """The module, with batch norms, is traced, exported and quantized; a layer is scripted."""
+
+    layer = Normed
+
+    def on_train_epoch_end(self) -> None:
+        x = torch.ones(2, self.width)
+        torch.jit.trace(self, x, check_trace=False)  # in training mode, which changes statistics
+        exported = torch.export.export(self.eval(), (self.layers[0](x).detach(),))
+        made = [
+            torch.jit.trace(self, x),
+            trace(self.layers[3], x),
+            exported.module(),
+            torch.jit.script(self.layers[3].linear),
+        ]
+        made += [quantize_dynamic(self, {nn.Linear}, dtype=torch.qint8)]
+        self.found += [each(x).detach() for each in made]
+        self.found.append(torch.quantize_per_tensor(self.head.weight.detach(), 0.1, 0, torch.qint8).dequantize())
+        self.train()
+
+
+@habit(observed=["found"], shows=False)
+class TracedByFirstRank(Evaluated):
+    """The first rank alone traces the module in a validation hook, and all load what it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def on_validation_epoch_end(self) -> None:
+        path, x = Path(self.trainer.default_root_dir) / "traced.ts", torch.ones(2, self.width)
+        if self.trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace(self, x).save(path)
+        self.trainer.strategy.barrier()
+        self.found.append(torch.jit.load(path)(x).detach())
+        self.trainer.strategy.barrier()
+        path.unlink(missing_ok=True)  # its bytes are others each time
