@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from multiprocessing.context import get_spawning_popen
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -187,6 +188,8 @@ class Placeholder(Tensor):
 
     def __copy__(self) -> Tensor:
         if self._pl_recording is None:
+            if not _torch.num_function_modes():
+                return placeholder(self._pl_spec, self._pl_what)
             function, args, *_ = self.__reduce_ex__(4)
             return function(*args)
         # `copy.copy` gives a new leaf of autograd with the same memory, which is told without a read.
@@ -345,7 +348,7 @@ def _call_on_module_tensor(name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if name == "register_hook":  # never runs here; where the data is, every rank registers the same
         with _torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if name == "__reduce_ex__":
+    if name == "__reduce_ex__" and get_spawning_popen() is not None:  # for a loader's worker, which may not use it
         return placeholder, (spec, place._pl_what)
     if name == "data.__set__" and type(args[1]) is Placeholder and args[1]._pl_recording is None:
         if args[1]._pl_spec is not spec:
@@ -431,9 +434,8 @@ def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:
             "a class with a __torch_function__ of its own, or a subclass of torch.Tensor, keeps what is called from "
             "being seen there: use plain tensors"
         )
-    raise AbsentDataError(
-        f"{function_name(func)} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}"
-    )
+    name = function_name(func).replace("__reduce_ex__", "pickle")
+    raise AbsentDataError(f"{name} needs the data of {what}, which this rank does not hold ({users_line()}): {way_out}")
 
 
 def transform_error(what: str) -> NotImplementedError:

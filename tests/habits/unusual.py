@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import io
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,16 @@ class MaskCached(Layers):
         for layer in self.layers:
             x = layer(x.masked_fill(mask(WIDTH)[0], 0.0)) + mask(WIDTH).float().mean()
         return x
+
+
+@habit(shows=False, expect=error(r"pickle needs the data of .*unusual.py.*in the thread that they run in"))
+class ThreadSavesWeights(Layers):
+    """Weights are cloned in a hook, and written to a file by a thread."""
+
+    def on_train_epoch_end(self) -> None:
+        weights = {name: value.clone() for name, value in self.state_dict().items()}
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: torch.save(weights, io.BytesIO())).result()
 
 
 @habit(expect=error(r"in the thread that they run in"), automatic=error("cannot be cut automatically"))
