@@ -572,6 +572,7 @@ class NumbersLoggedInDouble(Evaluated):
         assert outputs["loss"].dtype is torch.float64
 
     def on_train_epoch_end(self) -> None:
-        kept = {name: self.trainer.callback_metrics[name] for name in ("train_number_epoch", "val_number", "val_single")}
+        names = ("train_number_epoch", "val_number", "val_single")
+        kept = {name: self.trainer.callback_metrics[name] for name in names}
         assert all(value.dtype is torch.float64 for value in kept.values())
         self.found.append([value.item() for value in kept.values()])
