@@ -51,10 +51,9 @@ from lightning_pipeline.hooks.operands import (
     share_kept,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
-from lightning_pipeline.hooks.patches import parameters_seen
+from lightning_pipeline.hooks.patches import hooks_seen
 from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.hooks.slices import (
-    gathered_by_hooks,
     on_whole_tensors,
     on_windows,
     refuse_window_of_first_rank,
@@ -66,7 +65,7 @@ from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, 
 from lightning_pipeline.partition.compiled import compiled_as_asked, compiled_as_written
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
 from lightning_pipeline.partition.memory import copied
-from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, named_tensors
+from lightning_pipeline.partition.ownership import holders_of, named_tensors
 from lightning_pipeline.partition.placeholder import (
     Placeholder,
     TensorSpec,
@@ -102,6 +101,7 @@ class OwnerComputes(TorchFunctionMode):
         direct: to the other ranks of the pipeline.
 
     Attributes:
+        ended_by: the error that the last hook has ended with, where all ranks have run the same until then.
         keys: of tensors that hooks make and use.
         trainer: has `should_stop`, which the first rank decides where a hook asks for the rank.
     """
@@ -123,6 +123,7 @@ class OwnerComputes(TorchFunctionMode):
         self.lending = Lending(direct, self.keys)
         self.first_rank = FirstRank(module, direct, self.keys)
         self._have_met = False
+        self.ended_by: BaseException | None = None
         self._lent = LentMemory(module, self._rank, self._operands)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,17 +160,7 @@ class OwnerComputes(TorchFunctionMode):
             own = _torch.lowest_function_mode(self)
             started = processes_started(self, self.whole)
             written, whole = compiled_as_written(self._recorder.note_as_written), whole_calls_seen(self)
-            with (
-                absent_state_expected(),
-                noted,
-                parameters_seen(self.keys),
-                gathered_by_hooks(),
-                started,
-                states,
-                written,
-                whole,
-                own,
-            ):
+            with hooks_seen(self.keys), noted, started, states, written, whole, own:
                 yield
             self._exchanges.send()
             self._lent.check()
@@ -179,9 +170,19 @@ class OwnerComputes(TorchFunctionMode):
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
                 # An optimizer that is stepped in the hook may have made states on the ranks that hold its parameters.
                 self.keys.number = max(self._exchanges.share("the end of a hook", self.keys.number))
+        except BaseException as error:
+            with suppress(Exception):
+                self._exchanges.send()  # for which others may wait before they come to the same error
+            self.ended_by = None if in_hook.is_rank_known else error
+            raise
         finally:
             in_hook.on = False
             self.keys.let_go()
+
+    @property
+    def num_exchanges(self) -> int:
+        """The number of exchanges between ranks so far."""
+        return self._exchanges.number
 
     def _note_collective(self, name: str | None) -> None:
         """The user's code is about to ask for the rank, or to wait for other ranks in a collective of its own.

@@ -35,7 +35,7 @@ class Agreement:
         self._world_size = world_size
         self._timeout = timeout
         self._notice = notice
-        self._turn = 0
+        self._turn = self._num_ends = 0
 
     def check(self, place: str, facts: Mapping[str, str], *, way_out: str = SAME, is_last: bool = False) -> None:
         """Wait until all ranks have called this and agree; else raise on all of them, and compare no more.
@@ -58,6 +58,16 @@ class Agreement:
             raise PeerFailedError(f"{error}\nrank {self._rank} had come to {place}", error.failure) from None
         for kind, text in verdict.items():
             raise {"late": PipelineTimeoutError, "differing": ValueError}[kind](text)
+
+    def came_alike(self, place: str, limit: timedelta) -> bool:
+        """Whether all ranks come to the same place within a short time. Never raises."""
+        self._num_ends += 1
+        keys = [f"end{self._num_ends}/{rank}" for rank in range(self._world_size)]
+        with contextlib.suppress(Exception):
+            self._store.set(keys[self._rank], place)
+            if self._store.wait_looking(keys, limit, lambda: self._raise_if_failed(place)):
+                return len(set(self._store.multi_get(keys))) == 1
+        return False
 
     def _compare(self, place: str, facts: Mapping[str, str], way_out: str, *, is_last: bool) -> dict:
         """The verdict: {} if all ranks agree."""

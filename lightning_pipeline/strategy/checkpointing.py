@@ -234,12 +234,16 @@ class Checkpoints:
         if strategy.ends_all_ranks(error):
             return
         if strategy.module.trainer.state.status == TrainerStatus.INTERRUPTED:
+            if self._session.ends_alike(error):
+                return
             strategy.on_exception(error)
             if not isinstance(error, PeerFailedError):
                 log.warning(
                     f"No checkpoint is saved: {type(error).__name__} ended rank {strategy.global_rank} alone, and the "
                     f"other stages' weights are not available. Resume from the last checkpoint that training saved."
                 )
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(1) from error  # as a Trainer ends with it
             raise error
 
     # -- loading ----------------------------------------------------------------------------------------------------

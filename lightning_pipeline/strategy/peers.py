@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.runtime.agreement import SAME, Agreement
 from lightning_pipeline.runtime.failure import FailureNotice
 from lightning_pipeline.runtime.replicas import Replicas
-from lightning_pipeline.runtime.store import BoundedStore
+from lightning_pipeline.runtime.store import GRACE_S, BoundedStore
 
 from .._lightning import NAMES, LightningModule, Trainer
 
@@ -146,6 +146,12 @@ class Peers:
         if kind not in self._started:
             self._started.add(kind)
             self.agree(f"the start of {kind}", facts, way_out=way_out)
+
+    def end_alike(self, place: str) -> bool:
+        """Whether an error ends all ranks at the same place, which some of them may take seconds to come to."""
+        if self._agreement is None or self.has_failed:
+            return False
+        return self._agreement.came_alike(place, timedelta(seconds=GRACE_S))
 
     def fail(self, error: BaseException) -> None:
         """End the run on this rank: tell the others why, and wake up those that wait for it. Never raises."""

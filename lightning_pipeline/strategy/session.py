@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from lightning_pipeline.partition.batches import OneBatch, refuse_list_of_sample
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.stage_config import Stage, read_stage_config
 from lightning_pipeline.partition.users_code import in_hook
+from lightning_pipeline.runtime.errors import PeerFailedError
 from lightning_pipeline.runtime.host_memory import available_bytes, keep_freed_memory
 from lightning_pipeline.runtime.log import is_logging, logger
 from lightning_pipeline.runtime.replicas import Replicas
@@ -78,6 +80,7 @@ class Session:
         advisor: chooses the schedule; None unless schedule="auto".
         signals: those that have arrived on this rank.
         is_over: a run has failed, so the next one needs new connections.
+        ended_by: an error of a hook, at which all ranks have come alike (`ends_alike`).
         has_logged_graphs: loggers have the module's graph.
         is_left_whole: the last run is over, and has left every rank the whole module.
     """
@@ -103,6 +106,7 @@ class Session:
         self.module = module
         self.num_stages = num_stages
         self.is_over = False
+        self.ended_by: BaseException | None = None
         self.is_left_whole = False
         self.signals = Signals(module, has_replicas=replicas > 1)
         self.strategy = strategy
@@ -263,6 +267,22 @@ class Session:
         if self.is_left_whole and self.optimizers.optimizers:  # the strategy may have those of another module
             self.optimizers.follow(self.strategy.optimizers, self.module)
             self.optimizers.make_whole(available_bytes() // (2 * num_processes))
+
+    def ends_alike(self, error: BaseException) -> bool:
+        """Whether an error of a hook's ends all ranks at the same line, so that they can still work together. Ranks
+        wait some seconds for one another. In a step they may be anywhere.
+        """
+        outside = self.stages.owner_computes
+        if outside is None or outside.ended_by is not error or isinstance(error, PeerFailedError):
+            return False
+        frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+        if any(path == __file__ for path, _ in frames):
+            return False
+        trainer = self.module.trainer
+        counters = trainer.global_step, trainer.current_epoch, trainer.state.fn, trainer.state.stage
+        if self.strategy.peers.end_alike(repr((frames, error, counters, outside.num_exchanges))):
+            self.ended_by = error
+        return self.ended_by is error
 
     # -- data -------------------------------------------------------------------------------------------------------
 

@@ -344,16 +344,18 @@ class SessionStrategy(ProcessStrategy):
 
     def ends_all_ranks(self, error: BaseException) -> bool:
         """Whether `error` ends all ranks after the same batch, so that they can still work together."""
-        return self._session is not None and self._session.signals.ends_all(error)
+        return self._session is not None and (self._session.signals.ends_all(error) or self._session.ended_by is error)
 
     @override
     @on_local_tensors
     def on_exception(self, exception: BaseException) -> None:
-        if self.peers.has_failed or self.ends_all_ranks(exception):
+        session = self._session
+        if self.peers.has_failed or (session is not None and session.signals.ends_all(exception)):
             return
-        if self._session is not None:
-            self._session.is_over = True
-        self.peers.fail(exception)
+        if session is not None:
+            session.is_over = True
+        if not self.ends_all_ranks(exception):
+            self.peers.fail(exception)
 
     @override
     def teardown(self) -> None:

@@ -126,6 +126,16 @@ def fails_while_saving_on_exceptions(folder: Path) -> None:
     fit(Met(raise_error, rank=1), by_error, OnExceptionCheckpoint(folder))
 
 
+def fails_alike(folder: Path) -> None:
+    class Interrupts(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                torch.save(pl_module.state_dict(), folder / f"{os.getpid()}.weights")
+                raise KeyboardInterrupt
+
+    fit(Interrupts(), OnExceptionCheckpoint(folder))
+
+
 def fails_while_another_sleeps(folder: Path) -> None:
     asleep = folder / "asleep"
 
@@ -305,6 +315,7 @@ SCENARIOS = {
     "threads": (fails_without_threads, 2),
     "memory": (fails_without_memory, 2),
     "saving": (fails_while_saving_on_exceptions, 2),
+    "alike": (fails_alike, 2),
     "sleeping": (fails_while_another_sleeps, 2),
     "replicas": (fails_in_a_replica, 4),
     "setup": (fails_at_setup, 2),
@@ -372,6 +383,14 @@ def test_an_error_is_told_though_callbacks_want_to_save(ended: Any) -> None:
     assert second.error == "ValueError: the user's own error"
     assert first.error.startswith("PeerFailedError: stage 1 (rank 1) failed: ValueError")
     assert not list((ended["folder"] / "saving").glob("*.ckpt"))
+
+
+def test_callbacks_save_where_a_hook_ends_all_ranks_alike(ended: Any) -> None:
+    assert [end.exit_code for end in ended["alike"]] == [1, 1]
+    saved = torch.load(ended["folder"] / "alike" / "on_exception.ckpt")
+    assert saved["global_step"] == 3
+    for weights in (ended["folder"] / "alike").glob("*.weights"):
+        assert not differing(saved["state_dict"], torch.load(weights))
 
 
 def test_a_rank_that_does_not_notice_ends_too(ended: Any) -> None:
