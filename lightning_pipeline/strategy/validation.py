@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from torch.distributed.tensor import DTensor
 
+from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.engine.fully_sharded import is_sharded, sharded_elsewhere
 from lightning_pipeline.partition.stage_config import AUTO
 from lightning_pipeline.schedules import Schedule
@@ -223,14 +225,32 @@ def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tenso
 
 def check_precision(precision: Precision, *, is_single_process: bool) -> None:
     """Raise a ValueError for a precision plugin that the pipeline does not support. A single process supports any that
-    has no backward of its own."""
+    has no backward of its own, several those of Lightning and classes of the user's that change how steps compute.
+    """
     if is_single_process and type(precision).backward is Precision.backward:
         return
-    if type(precision) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+    classes = type(precision).__mro__
+    own = list(itertools.takewhile(lambda cls: not cls.__module__.startswith(PACKAGES), classes))
+    if classes[len(own)] not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
         raise ValueError(
-            f"precision={precision.precision!r} is not supported by the pipeline strategy; use '32-true', "
-            f"'64-true', '16-mixed', 'bf16-mixed', 'bf16-true' or '16-true'"
+            f"the precision plugin {type(precision).__name__} (precision={precision.precision!r}) is not supported by "
+            f"the pipeline strategy; use '32-true', '64-true', '16-mixed', 'bf16-mixed', 'bf16-true' or '16-true'"
         )
+    changed = sorted({name for cls in own for name in vars(cls)}.intersection(_OF_GRADIENTS))
+    if changed:
+        raise ValueError(
+            f"the precision plugin {type(precision).__name__} changes {' and '.join(changed)}, which would see the "
+            f"gradients of one stage alone: do it in the LightningModule's hooks, such as configure_gradient_clipping "
+            f"or on_before_optimizer_step"
+        )
+
+
+_OF_GRADIENTS = (
+    *("connect", "pre_backward", "backward", "post_backward", "_after_closure", "_wrap_closure", "optimizer_step"),
+    *("_clip_gradients", "clip_gradients", "clip_grad_by_value", "clip_grad_by_norm", "main_params"),
+    *("unscale_gradients", "scaler"),
+)
+"""Methods and properties of a precision plugin that a backward or an update takes."""
 
 
 PREFIX = "LIGHTNING_PIPELINE_"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from tests.habits.modules import Evaluated
-from tests.habits.table import habit
+from tests.habits.table import error, habit
 
 
 class Mixed(Evaluated):
@@ -45,3 +46,34 @@ class MixedByHandWithoutKeeping(Mixed):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             return super().training_step(batch, batch_idx)
+
+
+class UncachedPrecision(MixedPrecision):
+    """Of the user's, which changes how steps compute."""
+
+    def forward_context(self) -> Any:
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
+class ClampingPrecision(Precision):
+    """Of the user's, which changes gradients."""
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for parameter in self.main_params(optimizer):
+            assert parameter.grad is not None
+            parameter.grad.clamp_(-0.02, 0.02)
+
+
+@habit(shows=False, calls=["fit", "test"], trainer=lambda folder: {"plugins": [UncachedPrecision("bf16-mixed", "cpu")]})
+class MixedByOwnPlugin(Mixed):
+    """A plugin of a class that is derived from Lightning's."""
+
+
+@habit(
+    shows=False,
+    plain=False,
+    trainer=lambda folder: {"plugins": [ClampingPrecision()]},
+    expect=error("precision plugin ClampingPrecision changes clip_gradients.*configure_gradient_clipping"),
+)
+class ClippedByOwnPlugin(Evaluated):
+    """A plugin that clips gradients in its own way."""
