@@ -103,6 +103,9 @@ def refuse_states_in_hooks(
 
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_LOADERS = tuple(f"{kind}_dataloader" for kind in ("train", "val", "test", "predict"))
+_OF_DATA = (*_TRANSFERS, *_LOADERS, "state_dict", "load_state_dict")
+"""Hooks of a LightningDataModule that every rank runs."""
 _WITH_BATCHES = tuple(
     f"on_{kind}_batch_{when}" for kind in ("train", "validation", "test", "predict") for when in ("start", "end")
 )
@@ -179,6 +182,9 @@ def _is_users(hook: str, module: LightningModule, trainer: Trainer) -> bool:
         return True
     # The summary of the model then runs it.
     if hook == "on_fit_start" and module.example_input_array is not None:
+        return True
+    data: Any = getattr(trainer, "datamodule", None)
+    if data is not None and hook in _OF_DATA and is_overridden(hook, data):
         return True
     return hasattr(Callback, hook) and any(
         not type(callback).__module__.startswith(_HARMLESS) and is_overridden(hook, callback, Callback)

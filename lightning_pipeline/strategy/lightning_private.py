@@ -330,14 +330,15 @@ def call_hooks_within(
     before_saving: Callable[[dict[str, Any]], None],
     override: Override,
 ) -> None:
-    """Enter `within(name)` around each hook of a Trainer's module and callbacks; `within(None)` if it saves or loads.
+    """Enter `within(name)` around each hook of a Trainer's module, data and callbacks; `within(None)` if it saves or
+    loads.
 
     All hooks are called through functions of one of Lightning's modules, which have no public equivalent.
 
     Args:
         before_saving: is given the checkpoint before each `on_save_checkpoint`, inside of `within`.
     """
-    named = ("_call_lightning_module_hook", "_call_callback_hooks")
+    named = ("_call_lightning_module_hook", "_call_lightning_datamodule_hook", "_call_callback_hooks")
     of_callbacks = "_call_callbacks_on_save_checkpoint"
     unnamed = ("_call_callbacks_state_dict", of_callbacks)
 

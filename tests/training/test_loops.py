@@ -234,13 +234,18 @@ class LitHooks(LitLayers):
 
 
 class Data(L.LightningDataModule):
-    """Batches that its transfer hooks change; notes the hooks that ran."""
+    """Batches that its transfer hooks change; notes the hooks that ran, which read weights of all stages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.called: list[str] = []
 
+    def note(self, hook: str) -> None:
+        assert all(parameter.norm() > 0 for parameter in self.trainer.lightning_module.parameters())
+        self.called.append(hook)
+
     def train_dataloader(self) -> DataLoader:
+        self.note("train")
         return point_loader(21, seed=self.trainer.current_epoch)
 
     def val_dataloader(self) -> DataLoader:
@@ -250,15 +255,15 @@ class Data(L.LightningDataModule):
         return point_loader(21, seed=12)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called.append("before")
+        self.note("before")
         return [batch[0] + 1, batch[1]]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        self.called.append("transfer")
+        self.note("transfer")
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.called.append("after")
+        self.note("after")
         return [batch[0] * 2, batch[1]]
 
 
@@ -361,7 +366,7 @@ def test_predictions_are_in_the_samples_order(name: str, plain: Any, ranks: Any)
 
 
 def test_transfer_hooks_run_on_every_rank(plain: Any, ranks: Any) -> None:
-    assert {"before", "transfer", "after"} == set(plain["data_module"]["called"])
+    assert {"train", "before", "transfer", "after"} == set(plain["data_module"]["called"])
     for rank in ranks:
         assert rank["data_module"]["called"] == plain["data_module"]["called"]
         close(rank["data_module"]["test"], plain["data_module"]["test"])
