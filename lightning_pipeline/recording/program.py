@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.beginnings import Beginnings
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue
 from lightning_pipeline.recording.repeated_uses import is_differentiable, passed_on
 
@@ -242,12 +243,31 @@ class Program:
         that gradients go back to."""
         writing: dict[tuple[Region, int], Event] = {}
         computed_again: set[tuple[Region, int]] = set()
+        written: set[tuple[Region, int]] = set()  # values below zero
         for number, region in self.regions.items():
             event = self.events[number]
+            into = [event.inputs[slot] for slot, _, _ in event.writes]
+            into = [value for value in into if type(value) is int and value < 0]
+            written.update((region, value) for value in into)
             if event.gives_gradients():
                 computed_again.add((region, event.visit))
-            elif any(type(event.inputs[slot]) is int and event.inputs[slot] < 0 for slot, _, _ in event.writes):
+            elif into:
                 writing.setdefault((region, event.visit), event)
+        made_of_written: dict[tuple[Region, int], int] = {}  # values, with the visit that makes them
+        for number, region in self.regions.items():
+            event = self.events[number]
+            beside = writes_beside(event.function, event.call)  # which it does not read for its results
+            inputs = [value for slot, value in enumerate(event.inputs) if slot not in beside]
+            places = [(region, value) for value in inputs if type(value) is int]
+            visits = [made_of_written.get(place, event.visit if place in written else -1) for place in places]
+            if (region, event.visit) in computed_again and any(visit not in (-1, event.visit) for visit in visits):
+                raise NotImplementedError(
+                    f"a checkpointed function writes into the module, and computes with that on a stage from where "
+                    f"another one goes on ({event.line}), which would not compute it again in backward: do without the "
+                    f"checkpoint, or write outside of it"
+                )
+            if any(visit >= 0 for visit in visits):
+                made_of_written.update(((region, value), event.visit) for value in event.made())
         regions = {region for region, _ in computed_again}
         for place, event in writing.items():
             if place not in computed_again and place[0] in regions:

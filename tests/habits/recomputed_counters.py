@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.modules import WIDTH, Layers, Normed
+from tests.habits.modules import WIDTH, Layer, Layers, Normed
 from tests.habits.table import EQUAL, error, habit
 
 
@@ -114,3 +114,33 @@ class AveragesEarlyValueInCheckpoint(Again):
 
         x = checkpoint(rest, self.layers[3](early), use_reentrant=False)
         return self.layers[3](self.layers[1](x))
+
+
+class Centred(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+@habit(expect=error(r"writes into the module.*goes on .*do without the checkpoint"), plain=False, shows=False)
+class CentredInAllLayers(OneFunction):
+    """What comes to the next stage would be another value when it is computed again."""
+
+    layer = Centred
+
+
+@habit(plain=False, shows=False)
+class CentredInEachLayer(Layers):
+    """Each stage computes its own layers again."""
+
+    layer = Centred
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
