@@ -28,15 +28,15 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
 from lightning_pipeline.hooks.first_rank_draws import FirstRankDraws, Given
-from lightning_pipeline.hooks.operands import TensorKeys, is_elsewhere
+from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, answers_calls
+from lightning_pipeline.partition.placeholder import COPY, Placeholder, TensorSpec, answers_calls
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
-from lightning_pipeline.runtime.tensor_meta import conform
+from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform, device_of
 
 
 class Wanted(NamedTuple):
@@ -93,12 +93,15 @@ class _Over(NamedTuple):
         changed: what it has changed.
         has_kept_rank: its code may go by its rank in later hooks without asking again.
         drawn: the states of its generators, if it has drawn.
+        kept: keys and owners of what hooks have made since the last one of those that asked for the rank, and this rank
+            has kept, while others may not have.
     """
 
     stops: bool
     changed: tuple[Changed, ...]
     has_kept_rank: bool
     drawn: Given | None
+    kept: tuple[tuple[int, int], ...]
 
 
 class _Answer(NamedTuple):
@@ -117,15 +120,21 @@ def wanted_of(keys: TensorKeys, tensors: Iterable[Tensor], *, gradient: bool = F
     return [
         Wanted(keys.key_of(tensor), (holders_of(tensor) or (0,))[0], gradient)
         for tensor in tensors
-        if is_elsewhere(tensor)
+        if type(tensor) is Placeholder
     ]
 
 
 def filled(tensors: Iterable[Tensor], found: list[Tensor | None]) -> list[Any]:
-    """Tensors with what the first rank has got of those that it wanted. Its copy of one that others have let go of
-    stays."""
-    given = [(tensor, found.pop(0) if is_elsewhere(tensor) else None) for tensor in tensors]
-    return [tensor if data is None else data for tensor, data in given]
+    """Tensors with what the first rank has got of those that it wanted; its own copies of those that others have let go
+    of."""
+    given: list[Any] = []
+    for tensor in tensors:
+        if type(tensor) is Placeholder:
+            data = found.pop(0)
+            given.append(tensor.__dict__.get(COPY) if data is None else data)
+        else:
+            given.append(tensor)
+    return given
 
 
 class FirstRank:
@@ -151,6 +160,7 @@ class FirstRank:
         self.is_first = direct.rank == 0
         self.alone: list[Logged] = []
         self._over: _Over | None = None
+        self._next_key = 0
 
     def begin(self) -> None:
         """The hook asks for the rank."""
@@ -239,12 +249,15 @@ class FirstRank:
         if not self._direct.rank:
             changed = self.changes.found()
             drawn = self.draws.given()
-            self._direct.tell(_Over(stops, changed, in_hook.has_kept_rank, drawn))
+            kept = self._newly_kept()
+            self._direct.tell(_Over(stops, changed, in_hook.has_kept_rank, drawn, kept))
             self.draws.are_alike()
             in_hook.is_rank_kept = in_hook.has_kept_rank
             self._note(changed)
             if changed:
                 self.changes.give(changed)
+            if kept:
+                self._take_kept(kept)
             return stops
         while type(call := self._heard("the end of a hook on the first rank")) is not _Over:
             self._give(call)
@@ -253,7 +266,45 @@ class FirstRank:
         self._note(call.changed)
         if call.changed:
             self.changes.take(call.changed)
+        if call.kept:
+            self._give_kept(call.kept)
         return call.stops
+
+    def _newly_kept(self) -> tuple[tuple[int, int], ...]:
+        """See `_Over.kept`. Large ones are left out."""
+        kept = [(key, tensor) for key, tensor in self._keys.kept().items() if key >= self._next_key]
+        self._next_key = self._keys.number
+        return tuple(
+            (key, (holders_of(tensor) or (0,))[0])
+            for key, tensor in sorted(kept, key=lambda one: one[0])
+            if type(tensor) is Placeholder and tensor._pl_spec.num_bytes <= EVERYWHERE_BYTES
+        )
+
+    def _take_kept(self, kept: Sequence[tuple[int, int]]) -> None:
+        """On the first rank: take copies of what it has kept. What it alone has kept, its code may read alone later."""
+        for owner in sorted({owner for _, owner in kept}):
+            given = self._direct.hear(owner, "what the first rank has kept")
+            keys = [key for key, one in kept if one == owner]
+            for key, (data, is_alone) in zip(keys, given, strict=True):
+                tensor = self._keys.tensor_of(key)
+                if type(tensor) is Placeholder and data is not None:
+                    tensor.__dict__[COPY] = data.to(device_of(tensor._pl_spec, self._direct.device))
+                    in_hook.has_kept_rank |= is_alone
+        self._direct.tell(in_hook.has_kept_rank)
+        in_hook.is_rank_kept = in_hook.has_kept_rank
+
+    def _give_kept(self, kept: Sequence[tuple[int, int]]) -> None:
+        """On another rank: give copies of what the first rank has kept, and tell whether this one has let go of it."""
+        if own := [key for key, owner in kept if owner == self._direct.rank]:
+            copies = [self._copy(key) for key in own]
+            self._keys.let_go()
+            alone = [self._keys.tensor_of(key) is None for key in own]
+            self._direct.tell_one(0, list(zip(copies, alone, strict=True)))
+        in_hook.is_rank_kept = self._direct.hear(0, "whether the first rank alone has kept something")
+
+    def _copy(self, key: int) -> Tensor | None:
+        tensor = self._keys.tensor_of(key)
+        return None if tensor is None or isinstance(tensor, DTensor) else tensor.detach().cpu().clone()
 
     def _note(self, changed: Sequence[Changed]) -> None:
         if changed:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.partition.kept_parameters import KeptParameter
 from lightning_pipeline.partition.ownership import holders_of, note_holders
-from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
+from lightning_pipeline.partition.placeholder import COPY, Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -113,8 +113,6 @@ _KEY = "_key"
 """The attribute of a tensor that was made in a hook."""
 WINDOW_OF = "_window_of"
 """The attribute of a tensor that shares its memory with what was gathered from slices (`hooks.slices`)."""
-_COPY = "_is_copy"
-"""The attribute of a tensor on the first rank that has a copy of the data, which other ranks hold."""
 
 
 class TensorKeys:
@@ -161,8 +159,7 @@ class TensorKeys:
 
     def forget(self, tensor: Tensor) -> None:
         """Take a key back, so that no pickle of the module has it."""
-        for name in (_KEY, _COPY):
-            tensor.__dict__.pop(name, None)
+        tensor.__dict__.pop(_KEY, None)
 
     def kept(self) -> dict[int, Tensor]:
         """What hooks have made, that the user has kept and not all ranks hold, by its latest key.
@@ -174,10 +171,6 @@ class TensorKeys:
             for key, tensor in self._made.items()
             if holders_of(tensor) is not None and tensor.__dict__.get(_KEY) == key
         }
-
-    def has_copies(self) -> bool:
-        """Whether the user has kept copies on the first rank, which the others may not have kept."""
-        return any(_COPY in tensor.__dict__ for tensor in self.kept().values())
 
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         """A deep copy of a tensor or placeholder. All ranks must call it."""
@@ -223,28 +216,23 @@ def share_kept(keys: TensorKeys, exchanges: Exchanges, direct: DirectTransport, 
     shared = exchanges.share("what hooks have made", (limit, made))
     common = sorted(set.intersection(*(made for _, made in shared)), key=lambda one: one[0])
     for key in kept.keys() - {key for key, *_ in common}:
-        if _COPY in kept[key].__dict__:  # on the first rank alone, which has its data
+        if (data := kept[key].__dict__.get(COPY)) is not None:  # on the first rank alone
+            _become(kept[key], data, TensorSpec.of(kept[key]))
             keys.forget(kept[key])
-            note_holders(kept[key], None)
     if sum(spec.num_bytes for _, spec, _ in common) > min(limit for limit, _ in shared):
         return
     for key, spec, (owner, *_) in common:
         tensor = kept[key]
         data = direct.spread(tensor.detach() if owner == direct.rank else None, spec, owner)
-        if type(tensor) is Placeholder:
-            become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
-        note_holders(tensor, None)
+        _become(tensor, data, spec)
 
 
-def become_copy(tensor: Tensor, data: Tensor) -> None:
-    """On the first rank: put data into a tensor that other ranks hold, for when none of them has it any more."""
-    become(tensor, nn.Parameter(data, data.requires_grad) if TensorSpec.of(tensor).is_parameter else data)
-    tensor.__dict__[_COPY] = True
-
-
-def is_elsewhere(tensor: Tensor) -> bool:
-    """Whether other ranks hold a tensor, of which this one has at most a copy."""
-    return type(tensor) is Placeholder or (_COPY in tensor.__dict__ and holders_of(tensor) is not None)
+def _become(tensor: Tensor, data: Tensor, spec: TensorSpec) -> None:
+    """From now on every rank has this data, or none but this one has kept the tensor."""
+    if type(tensor) is Placeholder:
+        tensor.__dict__.pop(COPY, None)
+        become(tensor, nn.Parameter(data, spec.requires_grad) if spec.is_parameter else data)
+    note_holders(tensor, None)
 
 
 def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
@@ -252,8 +240,7 @@ def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
     copied = Tensor.__deepcopy__(tensor, memo)
-    for name in (_KEY, _COPY):
-        copied.__dict__.pop(name, None)
+    copied.__dict__.pop(_KEY, None)
     return copied
 
 
@@ -401,7 +388,8 @@ def empty_like(place: Tensor) -> Tensor:
 
 
 def set_spec(place: Tensor, spec: TensorSpec) -> None:
-    """Let a placeholder have another spec, in place; a tensor with data has its own."""
+    """A tensor is written into. Let a placeholder have another spec, in place; a tensor with data has its own."""
+    place.__dict__.pop(COPY, None)
     if type(place) is Placeholder and place._pl_spec is not spec:
         become(place, placeholder(spec, place._pl_what))
 

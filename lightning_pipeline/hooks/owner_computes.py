@@ -42,7 +42,6 @@ from lightning_pipeline.hooks.operands import (
     Holders,
     Operands,
     TensorKeys,
-    become_copy,
     computing_ranks,
     copy_of,
     is_partial,
@@ -67,6 +66,7 @@ from lightning_pipeline.partition.kept_parameters import in_their_places, whole_
 from lightning_pipeline.partition.memory import copied
 from lightning_pipeline.partition.ownership import holders_of, named_tensors
 from lightning_pipeline.partition.placeholder import (
+    COPY,
     Placeholder,
     TensorSpec,
     describe,
@@ -165,7 +165,6 @@ class OwnerComputes(TorchFunctionMode):
             self._exchanges.send()
             self._lent.check()
             if in_hook.is_rank_known:
-                in_hook.has_kept_rank |= self.keys.has_copies()
                 self.trainer.should_stop = self.first_rank.end(stops=self.trainer.should_stop)
             if self._exchanges.number > before:  # a rank that made fewer calls than others is found here
                 # An optimizer that is stepped in the hook may have made states on the ranks that hold its parameters.
@@ -318,8 +317,8 @@ class OwnerComputes(TorchFunctionMode):
             needed: list[Holders] = [(0,)] * len(tensors)
             here = self._operands.gather(tensors, needed, call)
             for tensor, data in zip(tensors, here, strict=True):
-                if self._rank == 0 and data is not tensor:
-                    become_copy(tensor, data)
+                if self._rank == 0 and type(tensor) is Placeholder:
+                    tensor.__dict__[COPY] = data.detach()
 
     def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that torch gives to no mode, neither to the user's."""

@@ -34,6 +34,11 @@ NotImplemented leaves the call to the placeholder.
 """
 
 
+COPY = "_pl_copy"
+"""The attribute of a placeholder on the first rank that was given to what it alone runs, and may keep: a copy of the
+data, for when other ranks have let go of it."""
+
+
 class AbsentDataError(RuntimeError):
     """The data of a placeholder was needed."""
 
@@ -163,6 +168,8 @@ class Placeholder(Tensor):
             return NotImplemented
         if (answer := answers_calls.get()) is not None and (found := answer(func, args, kwargs)) is not NotImplemented:
             return found
+        if (found := _on_copies(func, kind, args, kwargs)) is not NotImplemented:
+            return found
         if kind is FunctionKind.PRINTS:
             return cls.__repr__(args[0])
         name = function_name(func)
@@ -184,7 +191,8 @@ class Placeholder(Tensor):
             show: Any = Tensor.__repr__
             text: str = handle_torch_function(show, (self,), self, tensor_contents=tensor_contents)
             return f"Parameter containing:\n{text}" if self._pl_spec.is_parameter else text
-        return f"Placeholder({self._pl_what}: {self._pl_spec})"
+        copied = self.__dict__.get(COPY)
+        return f"Placeholder({self._pl_what}: {self._pl_spec})" if copied is None else repr(copied)
 
     def __copy__(self) -> Tensor:
         if self._pl_recording is None:
@@ -408,6 +416,16 @@ def _is_set_alike(func: Any, args: Any) -> bool:
         return False
     own, given = ((one._pl_spec.shape, one._pl_spec.dtype, vars(one).get("_held_by")) for one in args)
     return own == given and own[2] is not None
+
+
+def _on_copies(func: Any, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
+    """The result of a call that takes no placeholders but those with copies; NotImplemented for others."""
+    places = [one for one in _torch.tree_leaves((args, kwargs)) if type(one) is Placeholder]
+    if kind is FunctionKind.WRITES or not all(COPY in one.__dict__ for one in places):
+        return NotImplemented
+    copies = {id(one): one.__dict__[COPY] for one in places}
+    args, kwargs = _torch.tree_map_only(Tensor, lambda one: copies.get(id(one), one), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _refuse(func: Any, args: Any, kwargs: Any) -> NoReturn:

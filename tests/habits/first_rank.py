@@ -192,8 +192,12 @@ class BufferedLoggerInHooks(Evaluated):
         norm = self.head.bias.detach().norm()
         self.largest = self.head.weight.detach().abs().max()
         assert self.logger is not None
-        self.logger.log_metrics({"norm": norm, "largest": self.largest, "first": self.layers[0].linear.bias.sum()}, 1)
+        first = self.layers[0].linear.bias.detach().sum()
+        self.logger.log_metrics({"norm": norm, "largest": self.largest, "first": first}, 1)
         self.logger.log_metrics({"norm": norm.add_(1)}, 2)
+        smallest = self.head.weight.detach().min()
+        if self.global_rank == 0:
+            self.logger.log_metrics({"smallest": smallest, "largest": self.largest}, 3)
 
     def on_validation_epoch_end(self) -> None:
         assert self.logger is not None
@@ -201,6 +205,34 @@ class BufferedLoggerInHooks(Evaluated):
 
 
 @habit(plain=False, shows=False)  # the file is compared
+class KeptOnFirstRank(Evaluated):
+    """The first rank alone keeps what all have computed, and reads it in a later hook, and after the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = self.head.bias.detach().norm()
+        smallest = self.layers[2].linear.weight.detach().min()
+        if self.trainer.is_global_zero:
+            self.kept += [self.last, smallest]
+
+    def on_train_epoch_end(self) -> None:
+        if self.kept:
+            text = " ".join(f"{value:.6f}" for value in self.kept)
+            (folder_of(self) / f"{self.current_epoch}.txt").write_text(text)
+
+    def teardown(self, stage: str) -> None:
+        if self.trainer.is_global_zero:
+            (folder_of(self) / "all.txt").write_text(str(self.kept))
+
+
+@habit(  # the file is compared
+    plain=False,
+    shows=False,
+    reversed=error(r"runs __format__.*first_rank\.py:\d+.*which takes data of another"),
+)
 class KeptUnderRankZeroOnly(Evaluated):
     """What a function under `rank_zero_only` has kept is read in a later hook, and after the run."""
 
