@@ -15,7 +15,6 @@ from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -23,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.child_processes import processes_started
-from lightning_pipeline.hooks.draws import drawn_by_all, is_draw
 from lightning_pipeline.hooks.first_rank import (
     FirstRank,
     Lending,
@@ -37,19 +35,16 @@ from lightning_pipeline.hooks.first_rank_changes import refuse_change_alone
 from lightning_pipeline.hooks.foreach import run_by_holders
 from lightning_pipeline.hooks.lent_memory import LentMemory
 from lightning_pipeline.hooks.operands import (
-    NEEDS_ONLY_SPECS,
     Exchanges,
     Holders,
     Operands,
     TensorKeys,
-    computing_ranks,
     copy_of,
     is_partial,
-    learns_everywhere,
-    set_spec,
     share_kept,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
+from lightning_pipeline.hooks.owners_calls import OwnersCalls, is_draw
 from lightning_pipeline.hooks.patches import hooks_seen
 from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.hooks.slices import (
@@ -59,7 +54,6 @@ from lightning_pipeline.hooks.slices import (
     windows_among,
 )
 from lightning_pipeline.hooks.whole_calls import refuse_traced, whole_calls_seen
-from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, unreflected
 from lightning_pipeline.partition.compiled import compiled_as_asked, compiled_as_written
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
@@ -71,18 +65,15 @@ from lightning_pipeline.partition.placeholder import (
     TensorSpec,
     describe,
     higher_order_error,
-    placeholder,
     transform_error,
 )
 from lightning_pipeline.partition.torch_functions import (
     FunctionKind,
     function_name,
-    is_quantizing,
     kind_of,
 )
 from lightning_pipeline.partition.users_code import in_hook, users_line, users_lines
-from lightning_pipeline.recording.matcher import torch_state
-from lightning_pipeline.recording.operation import Call, put_together, take_apart
+from lightning_pipeline.recording.operation import Call, take_apart
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.tensor_copies import reduced
 from lightning_pipeline.runtime.direct import DirectTransport
@@ -117,6 +108,7 @@ class OwnerComputes(TorchFunctionMode):
         self._exchanges = Exchanges(direct)
         self._operands = Operands(direct, self._exchanges)
         self.keys = TensorKeys(recorder.tensors)
+        self._calls = OwnersCalls(recorder, self._operands, self.keys, self._rank)
         self._gradients = ParameterGradients(module, self._exchanges, self._operands, self.keys)
         self.states = OptimizerStates(self._exchanges, self.keys, self._rank)
         self.saved = SavedStates(self._exchanges, self.keys, self._rank)
@@ -382,7 +374,7 @@ class OwnerComputes(TorchFunctionMode):
                 f"({users_line()}): compute it in training_step"
             )
         if name.startswith("_foreach_"):
-            return run_by_holders(func, args, kwargs, self._compute)
+            return run_by_holders(func, args, kwargs, self._calls.compute)
         if kind is FunctionKind.READS or kind is FunctionKind.PRINTS:
             here = self._operands.gather_everywhere(call.tensors, name)
             spec = TensorSpec.of(call.tensors[0])
@@ -390,13 +382,13 @@ class OwnerComputes(TorchFunctionMode):
                 here[0] = here[0].detach().requires_grad_(spec.requires_grad)
             if name == "__reduce_ex__":
                 return reduced(here[0], spec, args[1])
-            return self._run(func, call, here)
+            return self._calls.run(func, call, here)
         if kind is FunctionKind.CALLS:  # Python, which every rank runs
             here = [copied(one) for one in self._operands.gather_everywhere(call.tensors, name)]
-            return self._meet(Tensor.copy_, (args[0], self._run(func, call, here)), {})
+            return self._meet(Tensor.copy_, (args[0], self._calls.run(func, call, here)), {})
         if is_draw(func, kwargs):
-            return drawn_by_all(func, call, self._operands, self.keys, self._run, self._is_among)
-        return self._compute(func, call, name, kind)
+            return self._calls.draw(func, call)
+        return self._calls.compute(func, call, name, kind)
 
     def _run_met(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call at which the first rank has been met: ranks without slices come to it once."""
@@ -432,7 +424,7 @@ class OwnerComputes(TorchFunctionMode):
             if name == "__deepcopy__":
                 copied = args[1][id(args[0])] = here[0] if here[0] is not args[0] else copy_of(*args)
                 return copied
-            return self._run(func, call, here)
+            return self._calls.run(func, call, here)
 
     def _meet_first_rank(
         self, call: str, wanted: Sequence[Wanted], *keys: int | None, **options: bool
@@ -440,64 +432,3 @@ class OwnerComputes(TorchFunctionMode):
         """`FirstRank.meet`, for a call in a hook that has asked for the rank."""
         self._exchanges.send()
         return self.first_rank.meet((call, *keys, *users_lines()), users_line(), wanted, **options)
-
-    def _compute(self, func: Any, call: Call, name: str, kind: FunctionKind) -> Any:
-        """The holders compute the call; the others get placeholders."""
-        held = [holders_of(tensor) for tensor in call.tensors]
-        if kind is FunctionKind.COMPUTES and torch.is_grad_enabled() and learns_everywhere(held, call.tensors):
-            return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
-        if is_quantizing(func):  # of which fake tensors know nothing
-            return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
-        specs = [TensorSpec.of(tensor) for tensor in call.tensors]
-        with _torch.dispatch_modes_taken_off() if _torch.num_dispatch_modes() else nullcontext():
-            result = self._recorder.result(func, call, specs, torch_state())
-        if result is None:
-            # The spec of the result depends on data.
-            if kind is FunctionKind.WRITES:  # by a mask, as in x[x < 0] = y
-                here = self._operands.gather(call.tensors, [held[0]] * len(held), name)
-                return self._run(func, call, here) if self._is_among(held[0]) else call.tensors[0]
-            return self._run(func, call, self._operands.gather_everywhere(call.tensors, name))
-        bound = [slot for slot, _ in result.writes] + [slot for shared in result.shares for slot in shared]
-        where = computing_ranks(held, specs, bound)
-        needed: list[Holders] = [where] * len(held)
-        if name in NEEDS_ONLY_SPECS:  # whoever holds the first tensor has all that is needed
-            where = held[0]
-            needed = [where, *([()] * (len(held) - 1))]
-        here = self._operands.gather(call.tensors, needed, name)
-        if self._is_among(where):
-            found = self._run(func, call, here)
-            # Written into tensors that all ranks hold, or a result that is the same on all: nothing to take note of.
-            if where is None and all(here[slot] is tensor for slot, tensor in enumerate(call.tensors)):
-                return found
-            made, layout = tree.flatten(found)
-            for index, known in enumerate(result.tensors):
-                if isinstance(known, int):  # the result is an operand, which may have come from another rank
-                    made[index] = call.tensors[known]
-                elif made[index].shape != known.shape or made[index].dtype is not known.dtype:
-                    given = TensorSpec.of(made[index])
-                    raise RuntimeError(f"{name} gave {given} where {known} was expected ({users_line()})")
-                else:
-                    self.keys.note(made[index], where)
-            return tree.rebuild(layout, made)
-        if _torch.num_dispatch_modes():  # as the counter of operations that Lightning's summary of the model enters
-            with suppress(Exception):
-                self._run(func, call, self._recorder.inference.fakes(specs))
-        # What the recorder expects is made here from placeholders, in the same order as on the ranks that compute.
-        for slot, spec in result.writes:
-            set_spec(call.tensors[slot], spec)
-        return tree.rebuild(
-            result.layout,
-            [
-                call.tensors[known] if isinstance(known, int) else self.keys.note(placeholder(known, name), where)
-                for known in result.tensors
-            ],
-        )
-
-    def _run(self, func: Any, call: Call, tensors: Sequence[Any]) -> Any:
-        """Run the call on data."""
-        args, kwargs = put_together(call.args, tensors, call.numbers), put_together(call.kwargs, tensors, call.numbers)
-        with _torch.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    def _is_among(self, holders: Holders) -> bool:
-        return holders is None or self._rank in holders
