@@ -64,7 +64,6 @@ dispatch_modes_taken_off = _disable_current_modes
 """A context in which no dispatch mode is active."""
 
 
-
 def is_faking() -> bool:
     """Whether functions run on fake tensors, as while torch exports a module."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -63,6 +63,11 @@ class FullySharded:
         leaves = ((cast(nn.Module, leaf), names) for leaf, names in self._leaves)
         return list(dict.fromkeys(leaf.get_parameter(name) for leaf, names in leaves for name in names))
 
+    def slices_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The slices of those of `parameters` that are gathered now."""
+        slices = dict(zip(self.parameters(), self._slices, strict=False)) if self._slices else {}
+        return [part for one in parameters if (part := slices.get(one)) is not None]  # type: ignore[call-overload]
+
     def adopt(self, module: nn.Module) -> None:
         """Take over parameters that an earlier run in this process sharded over the same replicas.
 

@@ -140,6 +140,16 @@ class Gradients:
             self.sharded.release()
             self._slices = []
 
+    def clear(self, parameters: Iterable[Tensor], set_to_none: bool = True) -> None:
+        """Clear the gradients of parameters. Those of gathered ones are kept with their slices."""
+        parameters = list(parameters)
+        slices = [] if self.sharded is None else self.sharded.slices_of(parameters)
+        for one in (*parameters, *slices):
+            if set_to_none:
+                one.grad = None
+            elif one.grad is not None:
+                one.grad = one.grad.detach().zero_()
+
     def begin(
         self, *, first: bool, complete: bool, unseen: Container[nn.Parameter] = (), are_seen: bool = False
     ) -> None:

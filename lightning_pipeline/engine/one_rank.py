@@ -98,7 +98,10 @@ class OneRankStep:
             state.result = tree.replace(state.result, Tensor.detach)
 
     def _counted(self, made: type[CountedDraws], state: Microbatch) -> CountedDraws:
-        gradients = self._work.gradients if len(self._states) > 1 else None
+        work = self._work
+        # Gradients of earlier batches are held back from automatic steps; a single hand-optimized one has its own.
+        is_told = work.loss_of is not None and (work.batch is None or len(self._states) > 1)
+        gradients = work.gradients if is_told else None
         return made(self._shared.draws, state.seed, gradients, self._shared.tensors)
 
     def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:

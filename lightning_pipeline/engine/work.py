@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class StepTask:
         waits: whether ranks synchronize at the end of the step even if they have nothing to exchange.
         can_split: whether backward from a loss is torch's own, which can be split into I and W.
         seed: seed of the step; each micro-batch derives its own.
-        gradients: how the step clears and reads those of parameters; None for evaluations.
+        gradients: how the step clears and reads those of parameters.
         batch: callbacks for a hand-optimized step, whose micro-batches synchronize; None for other steps.
     """
 
@@ -41,7 +41,7 @@ class StepTask:
     waits: bool = True
     can_split: bool = True
     seed: int
-    gradients: StepGradients | None = None
+    gradients: StepGradients = field(default_factory=StepGradients)
     batch: BatchWork | None = None
 
 

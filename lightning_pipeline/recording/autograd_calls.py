@@ -23,6 +23,7 @@ from lightning_pipeline.recording.module_tensors import set_requires_grad
 from lightning_pipeline.recording.new_events import refuse_graph_of_earlier
 from lightning_pipeline.recording.operation import Call, put_together, tensors_in
 from lightning_pipeline.recording.path import answer, follow, inspect, mark
+from lightning_pipeline.recording.step_gradients import refuse_read
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recorder import Recorder
@@ -221,17 +222,15 @@ def hook(recording: Recording, func: Any, tensor: Tensor, function: Callable[...
 
 def read_gradient(recording: Recording, tensor: Tensor) -> None:
     """Answer ``tensor.grad``: before its backward a value has none."""
-    is_of_module = recording.recorder.tensors.number_of(tensor) is not None
-    if is_of_module or recording.has_run_backward:
+    number = recording.recorder.tensors.number_of(tensor)
+    if number is not None:
+        refuse_read(recording.recorder.tensors.names[number][0])
+    if recording.has_run_backward:
         what = getattr(tensor, "_pl_what", "a parameter" if isinstance(tensor, nn.Parameter) else "a tensor")
         raise NotImplementedError(
-            f"the gradient of {what} is read within a step, and is on one stage ({users_line()}): "
-            + (
-                "other micro-batches' are not in it; read it in on_after_backward, or take torch.autograd.grad"
-                if is_of_module
-                else "take torch.autograd.grad, and where an optimizer of the step's own reads it, update by hand, as "
-                "in `p -= rate * gradient` under torch.no_grad()"
-            )
+            f"the gradient of {what} is read within a step, and is on one stage ({users_line()}): take "
+            f"torch.autograd.grad, and where an optimizer of the step's own reads it, update by hand, as in `p -= rate "
+            f"* gradient` under torch.no_grad()"
         )
 
 

@@ -69,7 +69,7 @@ class Recording(TorchFunctionMode):
         with_hooks: events that take gradients which pass hooks.
         retained: values whose gradients are retained.
         has_run_backward: whether the step has run a backward of its own.
-        gradients: how the step clears and reads those of parameters; None for evaluations.
+        gradients: how the step clears and reads those of parameters.
         is_simple: whether the micro-batch can run by the schedule, apart from its reads.
         reads: the values that were read, in order.
         module_reads: the module's tensors that were read and that not every rank holds, by number.
@@ -122,7 +122,7 @@ class Recording(TorchFunctionMode):
         self.with_hooks: set[Event] = set()
         self.retained: list[tuple[int, Placeholder]] = []
         self.has_run_backward = False
-        self.gradients: StepGradients | None = None
+        self.gradients = StepGradients()
         self.checkpoints = Checkpoints()
         changing = recorder.changing.items()
         self.memory = ReplicatedMemory(frozenset(place for place, tensor in changing if memory_of(tensor) == place))

@@ -2,8 +2,8 @@
 
 *Cleared*, by `zero_grad` or ``p.grad = None``, are those of earlier batches. If each micro-batch did so when it comes
 to the line, it would clear what earlier micro-batches have added. Those of a hand-optimized step do it together, where
-they next meet. With automatic optimization Lightning clears gradients between the step and its backward, so there is
-nothing to do, unless they accumulate over batches.
+they next meet. Those of a step with automatic optimization are cleared after it, as its own gradients are held back
+until then.
 
 *Read*, in a hand-optimized step, is what the backwards of all micro-batches have added up: they meet there, and every
 rank is given a copy. What is written into a copy, or into the gradient later, would be in one of the two only, so
@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -43,12 +42,12 @@ class StepGradients:
     """How a training step clears and reads gradients of the module's parameters.
 
     Attributes:
-        later: makes a call for all micro-batches together, which takes its name; None with automatic optimization.
+        clear: clears a parameter's gradient, given its name and number, for all micro-batches together; None for never.
         read: gives a parameter's gradient on all ranks, given its name, or `UNANSWERED`; None for never.
         accumulates: gradients of earlier batches are to stay.
     """
 
-    later: Callable[[str, Callable[[], None]], None] | None = None
+    clear: Callable[[str, int], None] | None = None
     read: Callable[[Tensor, str], Any] | None = None
     accumulates: bool = False
 
@@ -63,27 +62,23 @@ class StepGradients:
             return UNANSWERED
         name = tensors.names[number][0]
         if func in _SETTERS and (len(args) == 1 or args[1] is None):
-            self._clear(args[0], name)
+            self._clear(name, number)
             return None
         if func not in GETTERS:
             return UNANSWERED
-        if self.later is None and _is_in_zero_grad():
-            self._clear(args[0], name)
+        if _is_in_zero_grad():
+            self._clear(name, number)
             return None
         return UNANSWERED if self.read is None else self.read(args[0], name)
 
-    def _clear(self, parameter: Tensor, name: str) -> None:
+    def _clear(self, name: str, number: int) -> None:
         if self.accumulates:
             raise NotImplementedError(
                 f"the gradient of {name} is cleared in training_step ({users_line()}), while gradients accumulate over "
                 f"batches: clear it in on_train_batch_start"
             )
-        if self.later is not None:
-            self.later(f"the gradient of {name} set to None", partial(_set_to_none, parameter))
-
-
-def _set_to_none(parameter: Tensor) -> None:
-    parameter.grad = None
+        if self.clear is not None:
+            self.clear(name, number)
 
 
 def _is_in_zero_grad() -> bool:
@@ -149,6 +144,14 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 given = GivenGradients()
+
+
+def refuse_read(name: str) -> NoReturn:
+    """Refuse to read a parameter's gradient in a step with automatic optimization."""
+    raise NotImplementedError(
+        f"the gradient of {name} is read within a step ({users_line()}), where those of its micro-batches are not "
+        f"added up: read it in on_after_backward, or take torch.autograd.grad"
+    )
 
 
 def refuse_written_gradient() -> NoReturn:

@@ -46,7 +46,7 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     if is_never_equal(func, args):
         return NotImplemented
     recording.num_aside += 1  # unless it becomes an event, below
-    if func in GRADIENT_CALLS and recording.gradients is not None:
+    if func in GRADIENT_CALLS:
         found = recording.gradients.answer(func, args, recording.tensors)
         if found is not UNANSWERED:
             return found

@@ -42,6 +42,7 @@ _OF_MODULE = ("toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 def batch_calls_met(
     module: LightningModule,
     update: Update,
+    clear: Callable[..., None],
     *,
     inside: Callable[[], AbstractContextManager[None]],
     aside: Callable[[], AbstractContextManager[None]],
@@ -50,6 +51,7 @@ def batch_calls_met(
 
     Args:
         update: runs an update that the user calls on torch's own optimizer, not on Lightning's.
+        clear: clears the gradients of parameters, `set_to_none` or not.
         inside: entered around what the batch does with the whole module.
         aside: entered around closures, which run the schedule in the middle of that.
     """
@@ -59,8 +61,11 @@ def batch_calls_met(
 
     def zero_grad(owner: nn.Module, *args: Any, **kwargs: Any) -> None:
         name = next((name for name, one in module.named_modules() if one is owner), None)
-        clear = functools.partial(_ZERO_GRAD, owner)
-        (clear if name is None else _deferred(f"the zero_grad of {name or 'self'}", clear))(*args, **kwargs)
+        if name is None:
+            _ZERO_GRAD(owner, *args, **kwargs)
+        else:
+            clear_all = functools.partial(clear, [*owner.parameters()])
+            _deferred(f"the zero_grad of {name or 'self'}", clear_all)(*args, **kwargs)
 
     # Both a LightningOptimizer and torch's optimizer in it are covered: users reach the inner one, too.
     with overridden() as override, _clipping_by(clips), _backwards_given_to(meet_backward, in_step=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,10 +66,11 @@ class ManualStep:
             run_backward=backward_of(module)[0],
             after_backward=stages.after_backward,
             seed=self._runner.training_seed(),
-            gradients=StepGradients(_later, self._read_gradient),
+            gradients=StepGradients(self._clear_gradient, self._read_gradient),
             batch=self,
         )
-        with batch_calls_met(module, self._update, inside=stages.entered, aside=stages.aside):
+        met = batch_calls_met(module, self._update, self._gradients.clear, inside=stages.entered, aside=stages.aside)
+        with met:
             is_alone = self._session.topology.num_stages == 1  # several stages keep the flags of micro-batches apart
             dtype = _dtype_within(self._plugin.train_step_context()) if is_alone else nullcontext()
             with dtype, overridden() as override, self._in_part, self._attributes.noted():
@@ -105,6 +107,15 @@ class ManualStep:
         except ValueError as error:
             explain_single_sample(state, error)
             raise
+
+    def _clear_gradient(self, name: str, number: int) -> None:
+        """Clear the gradient of a parameter where the micro-batches of a step next meet."""
+        clear = partial(self._gradients.clear, [self._session.pipeline.recorder.tensors.tensors[number]])
+        step = running_step()
+        if step is None:
+            clear()
+        else:
+            step.defer(f"the gradient of {name} set to None", clear)
 
     def _read_gradient(self, parameter: Tensor, name: str) -> Any:
         """The gradient of a parameter on all ranks, where the micro-batches of a step have come to the call."""
@@ -163,15 +174,6 @@ class ManualStep:
         if len(found) < len(values):
             return None
         return self._runner.loss_of_batch(found, [state.num_samples for state in self._states.values()])
-
-
-def _later(what: str, clear: Callable[[], None]) -> None:
-    """Clear a gradient where the micro-batches of a hand-optimized step next meet."""
-    step = running_step()
-    if step is None:
-        clear()
-    else:
-        step.defer(what, clear)
 
 
 @contextmanager

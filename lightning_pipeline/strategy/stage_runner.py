@@ -16,7 +16,7 @@ from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.batches import OneBatch, microbatches_of
 from lightning_pipeline.partition.rng import mix
-from lightning_pipeline.recording.step_gradients import StepGradients
+from lightning_pipeline.recording.step_gradients import StepGradients, refuse_read
 
 from .._lightning import rank_zero_info, rank_zero_warn
 from .group_settings import GroupSettings
@@ -133,6 +133,7 @@ class StageRunner:
             return self.scaled_share(loss, state, accumulate)
 
         run_backward, is_plain = backward_of(self._module)
+        cleared: dict[str, int] = {}
         work = StepTask(
             kind=("train", self._module.training),
             step=self._step_function("training_step", args, has_loss=True),
@@ -141,7 +142,7 @@ class StageRunner:
             after_backward=self._stages.after_backward,
             can_split=is_plain,
             seed=self.training_seed(),
-            gradients=StepGradients(accumulates=not is_first),
+            gradients=StepGradients(cleared.__setitem__, lambda _, name: refuse_read(name), accumulates=not is_first),
         )
         with self._session.optimizers.refused_in("training_step"):
             states, numbers = self.run(work, microbatches, lambda: [float(is_sum), self.settings.digest()])
@@ -156,6 +157,9 @@ class StageRunner:
         self._log(states, numbers)
         self._stages.note_uses(training=True)
         gradients.finish()
+        tensors = self._stages.pipeline.recorder.tensors
+        # Lightning clears all of them after the step, but for modules that do it by themselves.
+        gradients.clear([tensors.in_place(number) for number in cleared.values()])
         if is_skipped_by_all:
             return None
         if not losses:  # other replicas have some, with whose gradients this one updates, too
@@ -171,12 +175,14 @@ class StageRunner:
             args, microbatches: as for `train`.
         """
         pipeline, numbers = self._stages.pipeline, _integers(args)
+        tensors, gradients = pipeline.recorder.tensors, self._stages.gradients
         work = StepTask(
             kind=(name, self._module.training, *numbers[1:]),
             step=self._step_function(name, args),
             results_on=None if self._output_broadcast else pipeline.last_rank,
             waits=name != "predict_step",  # the first stages may go on with the next batch
             seed=self._evaluation_seed(name, numbers),
+            gradients=StepGradients(lambda _, number: gradients.clear([tensors.tensors[number]])),
         )
         with self._session.optimizers.refused_in(name):
             states, numbers_of_all = self.run(work, microbatches)

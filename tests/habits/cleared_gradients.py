@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.habits.by_hand import ByHand
-from tests.habits.modules import Layer, Layers
+from tests.habits.modules import Evaluated, Layer, Layers
 from tests.habits.table import habit
 
 
@@ -126,3 +126,28 @@ class LayersClearTheirOwn(ByHand):
     """A layer's forward clears its own gradient."""
 
     layer = Clearing
+
+
+@habit(plain=False, shows=False)
+class ClearsInPlaceOfLightning(Layers):
+    """Lightning is kept from clearing gradients, so that a step's own clearing counts."""
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2 == 0:
+            self.zero_grad()
+        else:
+            self.head.weight.grad = None
+        return super().training_step(batch, batch_idx)
+
+
+@habit(plain=False, trainer={"accumulate_grad_batches": 3, "val_check_interval": 1})
+class ValidationClears(Evaluated):
+    """A validation step clears what has accumulated so far."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.layers[0].zero_grad()
+        self.head.weight.grad = None
+        return super().validation_step(batch, batch_idx)

@@ -224,7 +224,23 @@ class WatchesGradients(Validated):
         self.log("norms", sum(self.norms))
 
 
-OFTEN = (WatchesGradients, ClampsInSteps, WritesThroughData, KeepsParameters, UnfreezesInStep, BySAM)
+class ClearsByHand(Validated):
+    """A hand-optimized step clears gradients by the module, a layer and one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for parameter in self.layers[1:].parameters():
+            parameter.grad = None
+        self.layers[0].zero_grad()
+        self.head.zero_grad(set_to_none=False)
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+OFTEN = (ClearsByHand, WatchesGradients, ClampsInSteps, WritesThroughData, KeepsParameters, UnfreezesInStep, BySAM)
 MORE = (ClipsByItself, ClampsAfterUpdates, SumsNorms, ClampsAfterValidation, SetsGradients, GathersByItself)
 OWN = (BySAM, ByNormOfAll)  # optimizers
 
