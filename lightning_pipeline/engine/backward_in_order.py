@@ -6,10 +6,16 @@ these to the one before, so that autograd adds their gradients in the order in w
     visit 2 ── uses w ──┐ gradient of w
     visit 1 ── uses w ◄─┘─┐ gradients of both uses, added one by one
     visit 0 ── holds w ◄──┘──► w.grad
+
+Where a visit uses it after a later one has, no order of visits gives that: what comes of each use is kept, and added up
+at the end (`_added_at_the_end`).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,9 +26,10 @@ from torch import Tensor
 
 from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.in_order import InOrder
+from lightning_pipeline.engine.transfers import Use
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.recording.backward_calls import backward_from
+from lightning_pipeline.recording.backward_calls import backward_from, parts_kept_back
 from lightning_pipeline.recording.program import Program
 
 
@@ -59,6 +66,8 @@ class _Backward:
             one for one in run.transfers.returning(wanted) if self._is_for(-1 - one.value, one.destination)
         ]
         self._gradients: dict[int, list[Tensor]] = {}  # by the number of the transfer
+        self._at_the_end: dict[int, list[Use]] = {}
+        self._own_parts: dict[int, list[Tensor]] = {}  # of those, by the number of the parameter
 
     def run_all(self) -> None:
         run, state = self._run, self._run.state
@@ -66,6 +75,7 @@ class _Backward:
         state.let_age()
         run.transfers.merge(self._transfers)
         repeated = self._used_repeatedly()
+        self._at_the_end = self._added_at_the_end(repeated)
         # Sum this micro-batch's gradients apart from earlier ones': floating-point addition is not associative.
         before = [(one.parameter, one.parameter.grad) for one in repeated]
         for one in repeated:
@@ -74,6 +84,7 @@ class _Backward:
         for visit in range(max(run.homes.values(), default=0), -1, -1):
             self._run_visit(visit, repeated)
             self._give_back(visit, repeated)
+        self._add_at_the_end()
         run.transfers.end_backward(self._transfers, self._wanted, is_repeated=self._retain_graph)
         run.share_writes_of_backward()
         for parameter, gradient in before:
@@ -101,6 +112,37 @@ class _Backward:
             and tensors[number].is_leaf
             and tensors[number].requires_grad
         ]
+
+    def _added_at_the_end(self, repeated: Sequence[RepeatedlyUsed]) -> dict[int, list[Use]]:
+        """The parameters that this rank gives to other visits, some of which use them after later ones, with their
+        uses."""
+        run = self._run
+        found = {}
+        for one in repeated:
+            value = -1 - one.number
+            if run.rank_of(run.homes.get(value, 0)) == run.rank and one.number not in self._hooked:
+                uses = run.transfers.uses(value, self._wanted)
+                visits = [use.visit for use in uses]
+                if len(uses) > 2 and visits != sorted(visits):
+                    found[one.number] = uses
+        return found
+
+    def _add_at_the_end(self) -> None:
+        """Add up what has come of the uses of such parameters, the last one's first."""
+        index_of = {id(one): index for index, one in enumerate(self._transfers)}
+        for number, uses in self._at_the_end.items():
+            value, own = -1 - number, iter(self._own_parts.get(number, ()))
+            parts: list[Tensor] = []
+            for use in reversed(uses):
+                if use.transfer is not None:
+                    parts += self._gradients.get(index_of[id(use.transfer)], ())
+                elif use.user is not None:
+                    slots = (slot for slot, operand in enumerate(use.user.inputs) if operand == value)
+                    parts += itertools.islice(own, use.user.num_gradients(next(slots)))
+            parts += own
+            if parts:
+                parameter = self._run.tensors.tensors[number]
+                backward_from([torch.ops.aten.alias.default(parameter)], [functools.reduce(operator.add, parts)])
 
     def _visits_of_hooked(self, wanted: Container[int]) -> dict[int, int]:
         """The visit that uses each parameter with a hook for a wanted value, by the parameter's number.
@@ -146,14 +188,16 @@ class _Backward:
         roots: list[Any] = []
         given: list[Tensor] = []
         for index, one in reversed(list(enumerate(self._transfers))):
-            if one.source == visit and one.sent and self._gradients.get(index):
+            if one.source != visit or -1 - one.value in self._at_the_end:
+                continue
+            if one.sent and self._gradients.get(index):
                 roots += one.sent[::-1]
                 given += self._gradients[index]
         if run.homes.get(state.loss_value) == visit:
             loss = run.here[visit, state.loss_value]
             assert self._work.loss_of is not None
             weighted = self._work.loss_of(state, loss)
-            if roots:
+            if roots or self._kept_back(visit):
                 roots.append(weighted)
                 given.append(torch.ones_like(weighted))
             elif self._retain_graph:
@@ -161,7 +205,23 @@ class _Backward:
             else:
                 self._work.run_backward(weighted)
         if roots:
+            self._continue_apart(visit, roots, given, continued)
+
+    def _kept_back(self, visit: int) -> list[int]:
+        """The numbers of parameters that a visit gives to others, and that are added up at the end."""
+        return [number for number in self._at_the_end if self._run.homes.get(-1 - number) == visit]
+
+    def _continue_apart(self, visit: int, roots: list[Any], given: list[Tensor], continued: Sequence[Tensor]) -> None:
+        """`_continue` on a visit, but keep back what it adds to parameters that are added up at the end."""
+        numbers = self._kept_back(visit)
+        if not numbers:
             self._continue(roots, given, continued)
+            return
+        parameters = [self._run.tensors.tensors[number] for number in numbers]
+        others = [one for one in continued if not any(one is parameter for parameter in parameters)]
+        with parts_kept_back(parameters, roots) as parts:
+            self._continue(roots, given, others)
+        self._own_parts.update(zip(numbers, parts, strict=True))
 
     def _continue(self, roots: list[Any], given: list[Tensor], continued: Sequence[Tensor]) -> None:
         """Run backward from roots, with the gradients that parameters have so far as further ones."""
@@ -180,7 +240,9 @@ class _Backward:
                 continue
             spec = run.specs[one.value] if one.value >= 0 else TensorSpec.of(run.tensors.tensors[-1 - one.value])
             given = self._gradients[index] = run.transfers.give_back(one, spec, is_repeated=self._retain_graph)
-            if one.source > visit and given:  # a parameter's: the source's turn is over
+            if (
+                one.source > visit and given and -1 - one.value not in self._at_the_end
+            ):  # a parameter's: the source's turn is over
                 own = [used.parameter for used in repeated if used.number == -1 - one.value]
                 self._continue([*one.sent[::-1]], given, own)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +100,20 @@ class Transfer:
         return [total, *(torch.zeros_like(total) for _ in range(1, self.num_parts))]
 
 
+class Use(NamedTuple):
+    """One use of a value: its visit, how it came there, None for on the visit that computed it, and the event."""
+
+    visit: int
+    transfer: Transfer | None
+    user: Event | None
+
+    def is_for(self, value: int, wanted: Container[int]) -> bool:
+        """Whether some of the wanted values are made of it, in a way that autograd goes back."""
+        if self.transfer is not None:
+            return self.transfer.is_used_for(wanted)
+        return self.user is not None and self.user.gives_gradient_of(value, wanted)
+
+
 class Transfers:
     """The transfers of one micro-batch. All ranks must make the same calls, and know of all transfers.
 
@@ -119,8 +133,8 @@ class Transfers:
         self._direct = direct
         self._training = training
         self._all: list[Transfer] = []
-        self._uses: dict[int, list[tuple[int, Transfer | None]]] = {}
-        """Of values that give gradients: the visit of each use, in order, and how they came there."""
+        self._uses: dict[int, list[Use]] = {}
+        """Of values that give gradients, in order."""
         self._first: dict[tuple[int, int], Transfer] = {}
         self.user: Event | None = None
         """The event that runs now."""
@@ -135,7 +149,11 @@ class Transfers:
 
     def note_use(self, value: int, visit: int) -> None:
         """Record a use of a value on the visit that computed it, which needs no transfer."""
-        self._uses.setdefault(value, []).append((visit, None))
+        self._uses.setdefault(value, []).append(Use(visit, None, self.user))
+
+    def uses(self, value: int, wanted: Container[int]) -> list[Use]:
+        """Those of which the wanted values are made, in order."""
+        return [use for use in self._uses.get(value, ()) if use.is_for(value, wanted)]
 
     def move(
         self,
@@ -261,10 +279,10 @@ class Transfers:
         """
         returning = set(map(id, transfers))
         for uses in self._uses.values():
-            used = [(visit, one) for visit, one in uses if one is None or id(one) in returning]
-            if not used or (last := used.pop()[1]) is None:
+            used = [use.transfer for use in uses if use.transfer is None or id(use.transfer) in returning]
+            if not used or (last := used.pop()) is None:
                 continue
-            for _, transfer in reversed(used):
+            for transfer in reversed(used):
                 if transfer is None or transfer.destination != last.destination:
                     break
                 transfer.is_merged = True
@@ -319,7 +337,7 @@ class Transfers:
             transfer.users.append(self.user)
         self._all.append(transfer)
         self._first.setdefault((transfer.value, transfer.destination), transfer)
-        self._uses.setdefault(transfer.value, []).append((transfer.destination, transfer))
+        self._uses.setdefault(transfer.value, []).append(Use(transfer.destination, transfer, self.user))
 
     def _merged(self, transfer: Transfer) -> list[Tensor]:
         """The gradient of a use, in parts, the first of which has what earlier uses have merged into it."""

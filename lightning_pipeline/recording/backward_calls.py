@@ -81,6 +81,30 @@ class CaughtGradient:
 
 
 @contextmanager
+def parts_kept_back(
+    leaves: Sequence[Tensor], roots: Sequence[Tensor | GradientEdge]
+) -> Iterator[Sequence[list[Tensor]]]:
+    """While entered, what a backward from the roots adds to leaves goes into lists instead, one by one."""
+    found: list[list[Tensor]] = [[] for _ in leaves]
+    handles: list[Any] = []
+    for leaf, parts in zip(leaves, found, strict=True):
+        end = get_gradient_edge(leaf)
+        for node, place, edge in edges_before(roots, [end]):
+            if edge == end:
+                handles.append(node.register_hook(partial(_keep_back, parts, place)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_back(parts: list[Tensor], place: int, gradients: Sequence[Tensor | None], _: Any) -> tuple[Any, ...]:
+    _catch_part(parts, place, gradients, _)
+    return tuple(None if index == place else gradient for index, gradient in enumerate(gradients))
+
+
+@contextmanager
 def caught(leaves: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Catch the leaves' gradients while entered. The list that is yielded holds them afterwards."""
     nodes: list[Node] = [get_gradient_edge(leaf).node for leaf in leaves]

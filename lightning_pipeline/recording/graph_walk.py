@@ -23,10 +23,12 @@ LEAF = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 """The type of the node that adds to a leaf's `.grad`."""
 
 
-def edges_before(made: Iterable[Tensor], ends: Iterable[GradientEdge]) -> Iterator[tuple[Node, int, GradientEdge]]:
-    """The edges between tensors and where their graph ends: each node, the edge's place there, and the edge."""
+def edges_before(
+    made: Iterable[Tensor | GradientEdge], ends: Iterable[GradientEdge]
+) -> Iterator[tuple[Node, int, GradientEdge]]:
+    """The edges between what backward begins at and where its graph ends: the node, the place, the edge."""
     seen = {None, *(edge.node for edge in ends)}
-    todo = [tensor.grad_fn for tensor in made if tensor.requires_grad]
+    todo = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in made if _has_graph(one)]
     while todo:
         node = todo.pop()
         if node in seen:
@@ -37,6 +39,10 @@ def edges_before(made: Iterable[Tensor], ends: Iterable[GradientEdge]) -> Iterat
             if following is not None:
                 yield node, place, GradientEdge(following, number)
                 todo.append(following)
+
+
+def _has_graph(one: Tensor | GradientEdge) -> bool:
+    return isinstance(one, GradientEdge) or one.requires_grad
 
 
 @dataclass(slots=True, eq=False)

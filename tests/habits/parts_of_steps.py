@@ -34,3 +34,45 @@ class ParametersInTwoGraphs(ByHand):
     def on_train_batch_end(self, *_: Any) -> None:
         self.optimizers().step()
         self.optimizers().zero_grad()
+
+
+@habit(plain=False)
+class LayerUsedEarlyAfterLate(ByHand):
+    """Two layers share a weight, which takes part on the second stage, on the first one, and on the second again."""
+
+    depth = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].linear.weight = self.layers[5].linear.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        early = self.layers[0](x)
+        late = self.layers[5](self.layers[3](early))
+        late = late + self.layers[5](self.layers[4](late)) + self.layers[5](x).sigmoid()
+        loss = F.cross_entropy(self.head(late + self.layers[1](early)), y)
+        self.manual_backward(loss, retain_graph=True)
+        self.log("train_loss", loss)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@habit(plain=False)
+class LayerUsedEarlyAfterLateAndRead(LayerUsedEarlyAfterLate):
+    """Likewise where a value is read, and what no gradient goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        early = self.layers[0](x)
+        late = self.layers[5](self.layers[5](self.layers[3](early)))
+        self.log("seen", self.layers[5](late).sum().item())
+        return F.cross_entropy(self.head(late + self.layers[1](early) + self.layers[5](x)), y)
+
+    on_train_batch_end = Layers.on_train_batch_end
