@@ -157,9 +157,10 @@ class ParameterMap:
         """
         is_new = False
         for known in self._tensors:
+            holders = self._holders_of(known)  # of before: several stages may be the first to use it
             for name in known.names:
                 for stage in uses.get(name, ()):
-                    if stage not in known.users and self.placement[stage] in self._holders_of(known):
+                    if stage not in known.users and self.placement[stage] in holders:
                         known.users.add(stage)
                         is_new = True
         return is_new

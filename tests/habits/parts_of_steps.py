@@ -76,3 +76,18 @@ class LayerUsedEarlyAfterLateAndRead(LayerUsedEarlyAfterLate):
         return F.cross_entropy(self.head(late + self.layers[1](early) + self.layers[5](x)), y)
 
     on_train_batch_end = Layers.on_train_batch_end
+
+
+@habit(plain=False)
+class HeadOnTwoStagesInALaterPart(ByHand):
+    """The head is used for the first time in the second part, on the last stage and then on the first one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        early = self.layers[0](x)
+        self.manual_backward(F.softplus(-self.layers[3](early.detach())).mean())
+        late = self.layers[3](early.detach())
+        loss = F.cross_entropy(self.head(late), y) + F.cross_entropy(self.head(early), y)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.log("train_loss", loss)
