@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,8 +19,8 @@ from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, Suspended
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
-from lightning_pipeline.recording.step_gradients import refuse_written_gradient
+from lightning_pipeline.partition.torch_functions import function_name, kind_of
+from lightning_pipeline.recording.step_gradients import SAME_AGAIN, refuse_update, refuse_written_gradient, writes
 from lightning_pipeline.schedules import Kind
 
 
@@ -35,27 +35,26 @@ class _ByHand(CountedDraws):
         name = function_name(func)
         if name == "grad.__set__" and isinstance(args[0], nn.Parameter) and args[1] is not None:
             refuse_written_gradient()
-        if self._read and name not in _SAME_AGAIN:
-            written = [args[0]] if kind_of(func) is FunctionKind.WRITES or name.startswith("_foreach_") else []
-            if self._shares_gradient(written) or self._shares_gradient(kwargs.get("out") if kwargs else None):
+        if self._read and name not in SAME_AGAIN:
+            written = [args[0] if writes(func, kind_of(func)) else None, kwargs.get("out") if kwargs else None]
+            if _shares(written, self._read):
                 refuse_written_gradient()
+            if _shares(written, self._read.values()):
+                refuse_update()
         found = super().__torch_function__(func, types, args, kwargs)
         if name == "grad.__get__" and found is not None and isinstance(args[0], nn.Parameter):
-            self._read[found] = None
+            self._read[found] = args[0]
         return found
 
-    def _shares_gradient(self, written: Any) -> bool:
-        """Whether a call writes into memory of gradients that the step has read."""
-        tensors = [one for one in tree.leaves(written) if isinstance(one, Tensor)]
-        if not tensors:
-            return False
-        with _torch.DisableTorchFunction():
-            memory = {_torch.storage_id(one) for one in self._read if one.layout is torch.strided}
-            return any(one.layout is torch.strided and _torch.storage_id(one) in memory for one in tensors)
 
-
-_SAME_AGAIN = frozenset(("zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
-"""Functions that change nothing when they are called again."""
+def _shares(written: Any, others: Iterable[Tensor]) -> bool:
+    """Whether any of the tensors that are written into is another one, or shares memory with it."""
+    tensors = [one for one in tree.leaves(written) if isinstance(one, Tensor)]
+    if not tensors:
+        return False
+    with _torch.DisableTorchFunction():
+        memory = {_torch.storage_id(one) for one in others if one.layout is torch.strided}
+        return any(one.layout is torch.strided and _torch.storage_id(one) in memory for one in tensors)
 
 
 class OneRankStep:

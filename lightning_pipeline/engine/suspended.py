@@ -395,10 +395,17 @@ def _answering(answer: Any) -> Callable[[Suspended], SyncPoint]:
 
 
 def _differing(first: SyncPoint, other: SyncPoint, index: int) -> str:
-    told = [(one.calls[-1] if len(one.calls) == 1 else " then ".join(one.calls), one.line) for one in (first, other)]
+    same = 0
+    while first.calls[same : same + 1] == other.calls[same : same + 1]:
+        same += 1
+    told = [(_shown(one.calls[same:]), one.line) for one in (first, other)]
     (there, line), (here, other_line) = told
     return (
         f"micro-batch 0 comes to {there} ({line or 'the end of its step'}) and micro-batch {index} to {here} "
         f"({other_line or 'the end of its step'}): what is done once for the batch has to be called for by all of its "
         f"micro-batches in the same order, whatever is in them"
     )
+
+
+def _shown(calls: Sequence[str]) -> str:
+    return " then ".join(calls if len(calls) < 4 else [*calls[:2], "...", calls[-1]]) or "its next call"

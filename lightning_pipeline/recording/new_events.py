@@ -23,6 +23,7 @@ from lightning_pipeline.recording.path import answer, follow, inspect
 from lightning_pipeline.recording.python_state import Unclear
 from lightning_pipeline.recording.reading import result_on_data
 from lightning_pipeline.recording.split_modules import SplitCall
+from lightning_pipeline.recording.step_gradients import SAME_AGAIN, given, refuse_update
 from lightning_pipeline.recording.view_writes import bring_base, come_together, sharers_of, tell_sharers
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
         if inputs[slot] is CAPTURED and (number := recording.tensors.number_of(call.tensors[slot])) is not None:
             inputs[slot] = -1 - number
     _refuse_resizing(recording, func, inputs, specs, result)
+    if given.names and result.writes and function_name(func) not in SAME_AGAIN:
+        _refuse_update(recording, inputs, result)
     if depends:
         for child in recording.event.children:
             if child.result == result:
@@ -116,6 +119,16 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
         )
     if isinstance(func, _torch.HigherOrderOperator):
         raise higher_order_error(func)
+
+
+def _refuse_update(recording: Recording, inputs: Sequence[Any], result: Result) -> None:
+    """Refuse a call that writes into a parameter whose gradient the step has read."""
+    views = recording.placing.views
+    for slot, _ in result.writes:
+        if type(inputs[slot]) is int:
+            first = views.first_of(views.tensor_of(inputs[slot]))
+            if first < 0 and not given.names.isdisjoint(recording.tensors.names[-1 - first]):
+                refuse_update()
 
 
 def _refuse_resizing(

@@ -95,12 +95,15 @@ class GivenGradients:
     """Copies of gradients that steps have read.
 
     Attributes:
-        are_read, are_cleared: what micro-batches do with gradients where they meet.
+        are_read: micro-batches only meet to read one.
+        names: of parameters that have had one in the running step, if that has several micro-batches.
     """
 
     def __init__(self) -> None:
-        self.are_read = self.are_cleared = False
+        self.are_read = False
+        self.names: set[str] = set()
         self._outdated: Any = WeakIdKeyDictionary()  # with whether the gradient may be another one since
+        self._changing: Any = WeakIdKeyDictionary()  # which are outdated when all micro-batches go on
 
     def __bool__(self) -> bool:
         return bool(self._outdated)
@@ -110,10 +113,17 @@ class GivenGradients:
 
     def go_on(self) -> None:
         """Micro-batches go on after they have met."""
-        if self.are_cleared or not self.are_read:  # else they have only met to read one
-            for copy in list(self._outdated):
-                self._outdated[copy] = True
-        self.are_read = self.are_cleared = False
+        if not self.are_read:
+            self.note_changes()
+        for copy in list(self._changing):
+            self._outdated[copy] = True
+        self._changing.clear()
+        self.are_read = False
+
+    def note_changes(self) -> None:
+        """Where they meet, gradients change, but for those that are read there afterwards."""
+        for copy in list(self._outdated):
+            self._changing[copy] = None
 
     def check(self, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> None:
         """Check a call of the step's.
@@ -121,9 +131,7 @@ class GivenGradients:
         Raises:
             NotImplementedError: it writes into a copy, or uses one that may be outdated.
         """
-        name = function_name(func)
-        writes = kind is FunctionKind.WRITES or name.startswith("_foreach_")
-        if self._shares([args[:1] if writes else (), kwargs.get("out")]):
+        if self._shares([args[:1] if writes(func, kind) else (), kwargs.get("out")]):
             refuse_written_gradient()
         if self._shares([args, kwargs], outdated=True):
             raise NotImplementedError(
@@ -146,6 +154,12 @@ def _has_memory(tensor: Tensor) -> bool:
 given = GivenGradients()
 
 
+def writes(func: Any, kind: FunctionKind) -> bool:
+    """Whether a function writes into its first argument, or the tensors in it."""
+    name = function_name(func)
+    return kind is FunctionKind.WRITES or (name.startswith("_foreach_") and name.endswith("_"))
+
+
 def refuse_read(name: str) -> NoReturn:
     """Refuse to read a parameter's gradient in a step with automatic optimization."""
     raise NotImplementedError(
@@ -154,8 +168,20 @@ def refuse_read(name: str) -> NoReturn:
     )
 
 
+SAME_AGAIN = frozenset(("zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
+"""Functions that change nothing when they are called again."""
+
+
+def refuse_update() -> NoReturn:
+    """Refuse that a step updates a parameter by itself, now that it has read the gradient."""
+    raise NotImplementedError(
+        f"a parameter is changed within a step that has read its gradient ({users_line()}), which each of its "
+        f"micro-batches would do again: let an optimizer update it, or change it in on_train_batch_end"
+    )
+
+
 def refuse_written_gradient() -> NoReturn:
     raise NotImplementedError(
         f"the gradient of a parameter is changed within a step ({users_line()}), which each of its micro-batches would "
-        f"do again: change it in on_after_backward or on_before_optimizer_step"
+        f"do again: change it in on_after_backward or on_before_optimizer_step; to clear it, set it to None"
     )

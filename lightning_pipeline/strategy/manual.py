@@ -193,7 +193,7 @@ def _deferred(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
         def perform() -> None:
-            given.are_cleared = True
+            given.note_changes()
             function(*args, **kwargs)
 
         return step.defer(what, perform)

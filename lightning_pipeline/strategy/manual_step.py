@@ -73,6 +73,7 @@ class ManualStep:
         with met:
             is_alone = self._session.topology.num_stages == 1  # several stages keep the flags of micro-batches apart
             dtype = _dtype_within(self._plugin.train_step_context()) if is_alone else nullcontext()
+            given.names.clear()
             with dtype, overridden() as override, self._in_part, self._attributes.noted():
                 override(module, "log", self._log)
                 self._gradients.gather()
@@ -127,6 +128,8 @@ class ManualStep:
             given.are_read = True
             with stages.entered():
                 gradient = parameter.grad
+                if gradient is not None and len(self._states) > 1:
+                    given.names.add(name)
                 if gradient is None or stages.owner_computes is None:
                     return gradient
                 if gradient.layout is not torch.strided:

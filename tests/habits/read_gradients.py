@@ -120,3 +120,43 @@ class UsesAGradientReadBefore(Layers):
         self.log("norm", before.norm())
         self.optimizers().step()
         self.optimizers().zero_grad()
+
+
+@habit(plain=False, shows=False)
+class NormsAllGradients(Reading):
+    """By torch's function for a norm of all, which changes none."""
+
+    def read(self) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.log("total", torch.nn.utils.get_total_norm(gradients))
+        self.log("largest", torch.stack(torch._foreach_norm(gradients)).max())
+
+
+@habit(plain=False, shows=False, observed=["seen"])
+class ReadsWhatItHasCleared(Reading):
+    def read(self) -> None:
+        self.head.weight.grad = None
+        self.seen.append(self.head.weight.grad is None)
+        self.layers[1].zero_grad(set_to_none=False)
+        self.seen.append(self.layers[1].linear.weight.grad.abs().sum())  # type: ignore[union-attr]
+
+
+@habit(plain=False, shows=False, expect=error(r"a parameter is changed within a step.*read_gradients\.py:\d+.*an opt"))
+class UpdatesByItself(Reading):
+    """As each micro-batch would."""
+
+    def read(self) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                assert p.grad is not None
+                p -= 0.1 * p.grad
+
+
+@habit(plain=False, shows=False)
+class ClampsByItself(Reading):
+    """As each micro-batch does, to the same."""
+
+    def read(self) -> None:
+        self.log("norm", self.head.weight.grad.norm())  # type: ignore[union-attr]
+        for p in self.parameters():
+            p.data.clamp_(-0.3, 0.3)
