@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import FunctionType, MethodType
@@ -93,7 +93,9 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        return list(inspect.getclosurevars(value).nonlocals.values())
+        with suppress(ValueError):  # of a variable that has not been set yet
+            return list(inspect.getclosurevars(value).nonlocals.values())
+        return []
     if type(value).__module__.startswith(PACKAGES):
         return []
     return list((attributes_of(value) or {}).values())

@@ -56,8 +56,8 @@ def call_before_stopping(
 
         return run
 
-    for place in (*before, *after):
-        override(*place, calling(getattr(*place), place in before))
+    for owner, name in (*before, *after):
+        override(owner, name, calling(getattr(owner, name), (owner, name) in before))
 
 
 def call_after_epochs(trainer: Trainer, function: Callable[[], None], override: Override) -> None:

@@ -29,12 +29,14 @@ from functools import cache, lru_cache, wraps
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeline.engine.suspended import running_step
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.users_code import users_line
 
 from .._lightning import LightningModule
@@ -142,29 +144,38 @@ class _Settings:
     Attributes:
         before: what it had when the running part of a step began.
         first: what the first micro-batch has left in it.
+        _data: of tensors in `before`, as a step may write into them.
     """
 
     def __init__(self, owner: str, group: dict[str, Any]) -> None:
         self.owner, self._group = owner, group
         self.before = self.first = self._now()
+        self._data: dict[str, Tensor] = {}
 
     def begin_turn(self, index: int) -> None:
         if index == 0:
             self.before = self._now()
+            self._data = {name: one.clone() for name, one in self.before.items() if _is_number(one)}
         else:
+            for name in self._now().keys() - self.before.keys():
+                del self._group[name]
             self._group.update(self.before)
+            for name, data in self._data.items():
+                self.before[name].copy_(data)
 
     def end_turn(self, index: int) -> None:
         """Raises `NotImplementedError` where the micro-batch has set another value than the first one."""
         now = self._now()
         if index == 0:
-            self.first = now
+            self.first = {name: one.clone() if _is_number(one) else one for name, one in now.items()}
         for name, value in now.items():
             other = self.first.get(name)
-            if index and value is not other and not _are_alike(value, other):
+            is_of_stage = type(value) is Placeholder and value is not self.before.get(name)
+            if is_of_stage or (index and not _are_alike(value, other)):
+                told = ["what a stage computes" if type(one) is Placeholder else str(one) for one in (other, value)]
                 raise NotImplementedError(
-                    f"the training_step sets {name!r} of {self.owner} to {other} for its first micro-batch and to "
-                    f"{value} for micro-batch {index}, but there is one update for all: set it by what all of them "
+                    f"the training_step sets {name!r} of {self.owner} to {told[0]} for its first micro-batch and to "
+                    f"{told[1]} for micro-batch {index}, but there is one update for all: set it by what all of them "
                     f"have in common, as in on_before_optimizer_step, or use one micro-batch (num_microbatches=1)"
                 )
 
@@ -172,9 +183,16 @@ class _Settings:
         return {name: value for name, value in self._group.items() if name != "params"}
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a setting is a tensor with a number, which steps may write into."""
+    return type(value) is Tensor and value.numel() == 1
+
+
 def _are_alike(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) or isinstance(other, Tensor):  # of each micro-batch's own, at one place
-        return type(value) is type(other)
+    if _is_number(value) and _is_number(other):
+        return not value.is_cpu or torch.equal(value, other)  # on a device it would have to be waited for
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return value is other
     return type(value) is type(other) and (value == other or value != value)
 
 

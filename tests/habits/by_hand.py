@@ -564,3 +564,27 @@ class RateDecaysByHand(SetsRates):
 class RateByLossOfMicrobatch(SetsRates):
     def rate(self, loss: Tensor, batch_idx: int) -> float:
         return 0.01 * loss.item()
+
+
+@habit(plain=False, observed=["seen"])
+class TensorRateHalvedByHand(SetsRates):
+    """A rate that is a tensor is halved in place, and the group counts its updates."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1))
+
+    def rate(self, loss: Tensor, batch_idx: int) -> Tensor:
+        group = self.optimizers().param_groups[0]  # type: ignore[union-attr]
+        group["n"] = group.get("n", 0) + 1
+        group["lr"].mul_(0.8)
+        return group["lr"]
+
+    def on_train_end(self) -> None:
+        assert abs(self.seen[0].item() - 0.1 * 0.8**self.global_step) < 1e-6
+        assert self.optimizers().param_groups[0]["n"] == self.global_step  # type: ignore[union-attr]
+
+
+@habit(plain=False, shows=False, expect=error(r"sets 'lr' of param_groups\[0\] of SGD to .* for its first micro-batch"))
+class TensorRateByLossOfMicrobatch(SetsRates):
+    def rate(self, loss: Tensor, batch_idx: int) -> Tensor:
+        return 0.01 * loss.detach()
