@@ -239,10 +239,9 @@ class _Backward:
             if one.destination != visit:
                 continue
             spec = run.specs[one.value] if one.value >= 0 else TensorSpec.of(run.tensors.tensors[-1 - one.value])
-            given = self._gradients[index] = run.transfers.give_back(one, spec, is_repeated=self._retain_graph)
-            if (
-                one.source > visit and given and -1 - one.value not in self._at_the_end
-            ):  # a parameter's: the source's turn is over
+            given = self._gradients[index] = run.transfers.give_back(one, spec)
+            is_late = one.source > visit and -1 - one.value not in self._at_the_end
+            if is_late and given:  # a parameter's: the source's turn is over
                 own = [used.parameter for used in repeated if used.number == -1 - one.value]
                 self._continue([*one.sent[::-1]], given, own)
 

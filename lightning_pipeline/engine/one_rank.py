@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pipeline import _torch
 from lightning_pipeline.engine.draws import CountedDraws
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.microbatch import Microbatch
@@ -20,7 +18,13 @@ from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, 
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.torch_functions import function_name, kind_of
-from lightning_pipeline.recording.step_gradients import SAME_AGAIN, refuse_update, refuse_written_gradient, writes
+from lightning_pipeline.recording.step_gradients import (
+    SAME_AGAIN,
+    refuse_update,
+    refuse_written_gradient,
+    share_memory,
+    writes,
+)
 from lightning_pipeline.schedules import Kind
 
 
@@ -37,24 +41,14 @@ class _ByHand(CountedDraws):
             refuse_written_gradient()
         if self._read and name not in SAME_AGAIN:
             written = [args[0] if writes(func, kind_of(func)) else None, kwargs.get("out") if kwargs else None]
-            if _shares(written, self._read):
+            if share_memory(written, self._read):
                 refuse_written_gradient()
-            if _shares(written, self._read.values()):
+            if share_memory(written, self._read.values()):
                 refuse_update()
         found = super().__torch_function__(func, types, args, kwargs)
         if name == "grad.__get__" and found is not None and isinstance(args[0], nn.Parameter):
             self._read[found] = args[0]
         return found
-
-
-def _shares(written: Any, others: Iterable[Tensor]) -> bool:
-    """Whether any of the tensors that are written into is another one, or shares memory with it."""
-    tensors = [one for one in tree.leaves(written) if isinstance(one, Tensor)]
-    if not tensors:
-        return False
-    with _torch.DisableTorchFunction():
-        memory = {_torch.storage_id(one) for one in others if one.layout is torch.strided}
-        return any(one.layout is torch.strided and _torch.storage_id(one) in memory for one in tensors)
 
 
 class OneRankStep:

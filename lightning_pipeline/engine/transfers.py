@@ -288,19 +288,13 @@ class Transfers:
                 transfer.is_merged = True
                 last.merged.append(transfer)
 
-    def give_back(self, transfer: Transfer, spec: TensorSpec, *, is_repeated: bool = False) -> list[Tensor]:
-        """Give the visit that sent a value its gradient. Returns it on the rank of that visit, in parts.
-
-        Args:
-            is_repeated: it may be asked for once more.
-        """
+    def give_back(self, transfer: Transfer, spec: TensorSpec) -> list[Tensor]:
+        """Give the visit that sent a value its gradient. Returns it on the rank of that visit, in parts."""
         if transfer.is_merged:
             return []
         sender, receiver = self.rank_of(transfer.source), self.rank_of(transfer.destination)
         if receiver == self._rank:
             gradients = self._merged(transfer)
-            if not is_repeated:
-                transfer.arrived = transfer.operand = transfer.caught = None
             if sender == receiver:
                 return gradients
             assert self._direct is not None

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChanges
 from lightning_pipeline.hooks.first_rank_draws import FirstRankDraws, Given
+from lightning_pipeline.hooks.first_rank_keeps import FirstRankKeeps, Kept
 from lightning_pipeline.hooks.operands import TensorKeys
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import COPY, Placeholder, TensorSpec, answers_calls
@@ -36,7 +37,7 @@ from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.recording.operation import put_together, take_apart
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.host_memory import available_bytes
-from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES, conform, device_of
+from lightning_pipeline.runtime.tensor_meta import conform
 
 
 class Wanted(NamedTuple):
@@ -93,15 +94,14 @@ class _Over(NamedTuple):
         changed: what it has changed.
         has_kept_rank: its code may go by its rank in later hooks without asking again.
         drawn: the states of its generators, if it has drawn.
-        kept: keys and owners of what hooks have made since the last one of those that asked for the rank, and this rank
-            has kept, while others may not have.
+        kept: what it has kept, while others may not have.
     """
 
     stops: bool
     changed: tuple[Changed, ...]
     has_kept_rank: bool
     drawn: Given | None
-    kept: tuple[tuple[int, int], ...]
+    kept: tuple[Kept, ...]
 
 
 class _Answer(NamedTuple):
@@ -155,12 +155,12 @@ class FirstRank:
         self._keys = keys
         self.changes = FirstRankChanges(module, direct)
         self.draws = FirstRankDraws(direct.device)
+        self.keeps = FirstRankKeeps(direct, keys)
         self.history = 0
         self.last_changed = ""
         self.is_first = direct.rank == 0
         self.alone: list[Logged] = []
         self._over: _Over | None = None
-        self._next_key = 0
 
     def begin(self) -> None:
         """The hook asks for the rank."""
@@ -249,7 +249,7 @@ class FirstRank:
         if not self._direct.rank:
             changed = self.changes.found()
             drawn = self.draws.given()
-            kept = self._newly_kept()
+            kept = self.keeps.found()
             self._direct.tell(_Over(stops, changed, in_hook.has_kept_rank, drawn, kept))
             self.draws.are_alike()
             in_hook.is_rank_kept = in_hook.has_kept_rank
@@ -257,7 +257,7 @@ class FirstRank:
             if changed:
                 self.changes.give(changed)
             if kept:
-                self._take_kept(kept)
+                self.keeps.take(kept)
             return stops
         while type(call := self._heard("the end of a hook on the first rank")) is not _Over:
             self._give(call)
@@ -267,44 +267,8 @@ class FirstRank:
         if call.changed:
             self.changes.take(call.changed)
         if call.kept:
-            self._give_kept(call.kept)
+            self.keeps.give(call.kept)
         return call.stops
-
-    def _newly_kept(self) -> tuple[tuple[int, int], ...]:
-        """See `_Over.kept`. Large ones are left out."""
-        kept = [(key, tensor) for key, tensor in self._keys.kept().items() if key >= self._next_key]
-        self._next_key = self._keys.number
-        return tuple(
-            (key, (holders_of(tensor) or (0,))[0])
-            for key, tensor in sorted(kept, key=lambda one: one[0])
-            if type(tensor) is Placeholder and tensor._pl_spec.num_bytes <= EVERYWHERE_BYTES
-        )
-
-    def _take_kept(self, kept: Sequence[tuple[int, int]]) -> None:
-        """On the first rank: take copies of what it has kept. What it alone has kept, its code may read alone later."""
-        for owner in sorted({owner for _, owner in kept}):
-            given = self._direct.hear(owner, "what the first rank has kept")
-            keys = [key for key, one in kept if one == owner]
-            for key, (data, is_alone) in zip(keys, given, strict=True):
-                tensor = self._keys.tensor_of(key)
-                if type(tensor) is Placeholder and data is not None:
-                    tensor.__dict__[COPY] = data.to(device_of(tensor._pl_spec, self._direct.device))
-                    in_hook.has_kept_rank |= is_alone
-        self._direct.tell(in_hook.has_kept_rank)
-        in_hook.is_rank_kept = in_hook.has_kept_rank
-
-    def _give_kept(self, kept: Sequence[tuple[int, int]]) -> None:
-        """On another rank: give copies of what the first rank has kept, and tell whether this one has let go of it."""
-        if own := [key for key, owner in kept if owner == self._direct.rank]:
-            copies = [self._copy(key) for key in own]
-            self._keys.let_go()
-            alone = [self._keys.tensor_of(key) is None for key in own]
-            self._direct.tell_one(0, list(zip(copies, alone, strict=True)))
-        in_hook.is_rank_kept = self._direct.hear(0, "whether the first rank alone has kept something")
-
-    def _copy(self, key: int) -> Tensor | None:
-        tensor = self._keys.tensor_of(key)
-        return None if tensor is None or isinstance(tensor, DTensor) else tensor.detach().cpu().clone()
 
     def _note(self, changed: Sequence[Changed]) -> None:
         if changed:

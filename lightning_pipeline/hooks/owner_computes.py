@@ -44,8 +44,8 @@ from lightning_pipeline.hooks.operands import (
     share_kept,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
-from lightning_pipeline.hooks.owners_calls import OwnersCalls, is_draw
 from lightning_pipeline.hooks.patches import hooks_seen
+from lightning_pipeline.hooks.placed_calls import PlacedCalls, is_draw
 from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.hooks.slices import (
     on_whole_tensors,
@@ -108,7 +108,7 @@ class OwnerComputes(TorchFunctionMode):
         self._exchanges = Exchanges(direct)
         self._operands = Operands(direct, self._exchanges)
         self.keys = TensorKeys(recorder.tensors)
-        self._calls = OwnersCalls(recorder, self._operands, self.keys, self._rank)
+        self._calls = PlacedCalls(recorder, self._operands, self.keys, self._rank)
         self._gradients = ParameterGradients(module, self._exchanges, self._operands, self.keys)
         self.states = OptimizerStates(self._exchanges, self.keys, self._rank)
         self.saved = SavedStates(self._exchanges, self.keys, self._rank)
@@ -127,6 +127,12 @@ class OwnerComputes(TorchFunctionMode):
             with _torch.DisableTorchFunction():
                 self._meet_first_rank(function_name(func), (), draws=True, is_for_all=False)
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """While entered, functions that take what a hook gives them past this mode get the data of that."""
+        with processes_started(self, self.whole), whole_calls_seen(self):
+            yield
 
     @contextmanager
     def entered(self, *, shows_states: bool = True) -> Iterator[None]:
@@ -150,9 +156,8 @@ class OwnerComputes(TorchFunctionMode):
             noted = _torch.before_collectives(self._note_collective)
             # A mode that a hook enters may stand until a later hook, which leaves it from the top of the stack.
             own = _torch.lowest_function_mode(self)
-            started = processes_started(self, self.whole)
-            written, whole = compiled_as_written(self._recorder.note_as_written), whole_calls_seen(self)
-            with hooks_seen(self.keys), noted, started, states, written, whole, own:
+            written = compiled_as_written(self._recorder.note_as_written)
+            with hooks_seen(self.keys), noted, states, written, own:
                 yield
             self._exchanges.send()
             self._lent.check()

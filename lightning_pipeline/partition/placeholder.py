@@ -421,7 +421,7 @@ def _is_set_alike(func: Any, args: Any) -> bool:
 def _on_copies(func: Any, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
     """The result of a call that takes no placeholders but those with copies; NotImplemented for others."""
     places = [one for one in _torch.tree_leaves((args, kwargs)) if type(one) is Placeholder]
-    if kind is FunctionKind.WRITES or not all(COPY in one.__dict__ for one in places):
+    if kind is FunctionKind.WRITES or not places or not all(COPY in one.__dict__ for one in places):
         return NotImplemented
     copies = {id(one): one.__dict__[COPY] for one in places}
     args, kwargs = _torch.tree_map_only(Tensor, lambda one: copies.get(id(one), one), (args, kwargs))

@@ -13,7 +13,7 @@ such a write is refused, and so is the use of a copy after more has been added t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -131,27 +131,30 @@ class GivenGradients:
         Raises:
             NotImplementedError: it writes into a copy, or uses one that may be outdated.
         """
-        if self._shares([args[:1] if writes(func, kind) else (), kwargs.get("out")]):
+        if share_memory([args[:1] if writes(func, kind) else (), kwargs.get("out")], self._outdated):
             refuse_written_gradient()
-        if self._shares([args, kwargs], outdated=True):
+        if share_memory([args, kwargs], [copy for copy, is_outdated in self._outdated.items() if is_outdated]):
             raise NotImplementedError(
                 f"a gradient that the step has read before it changed is used ({users_line()}), of which the step has "
                 f"a copy: clone() it when it is read, or read it again"
             )
 
-    def _shares(self, used: Any, *, outdated: bool = False) -> bool:
-        """Whether what a call is given shares memory with copies; `outdated`: with those that are."""
-        tensors = [one for one in tree.leaves(used) if isinstance(one, Tensor)]
-        with _torch.DisableTorchFunction():
-            memory = {_torch.storage_id(one) for one, is_old in self._outdated.items() if is_old or not outdated}
-            return any(_has_memory(one) and _torch.storage_id(one) in memory for one in tensors)
+
+given = GivenGradients()
+
+
+def share_memory(used: Any, others: Iterable[Tensor]) -> bool:
+    """Whether any of the tensors in `used` shares memory with other ones."""
+    tensors = [one for one in tree.leaves(used) if isinstance(one, Tensor) and _has_memory(one)]
+    if not tensors:
+        return False
+    with _torch.DisableTorchFunction():
+        memory = {_torch.storage_id(one) for one in others if _has_memory(one)}
+        return any(_torch.storage_id(one) in memory for one in tensors)
 
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) is not Placeholder
-
-
-given = GivenGradients()
 
 
 def writes(func: Any, kind: FunctionKind) -> bool:

@@ -61,6 +61,7 @@ def installed(session: Session) -> ExitStack:
             owner_computes.states.notes_of = session.optimizers.notes_of
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
+            stack.enter_context(owner_computes.patched())
             stack.enter_context(follow_first_rank(module, override))
             skip_graphs(module, override, are_logged=session.has_logged_graphs)
         elif session.optimizers.are_shared_out:

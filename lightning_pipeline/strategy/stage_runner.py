@@ -157,9 +157,9 @@ class StageRunner:
         self._log(states, numbers)
         self._stages.note_uses(training=True)
         gradients.finish()
-        tensors = self._stages.pipeline.recorder.tensors
-        # Lightning clears all of them after the step, but for modules that do it by themselves.
-        gradients.clear([tensors.in_place(number) for number in cleared.values()])
+        if cleared:  # which Lightning does after the step, but for modules that do it by themselves
+            tensors = self._stages.pipeline.recorder.tensors
+            gradients.clear([tensors.in_place(number) for number in cleared.values()])
         if is_skipped_by_all:
             return None
         if not losses:  # other replicas have some, with whose gradients this one updates, too

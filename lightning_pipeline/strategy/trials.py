@@ -33,7 +33,6 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
-from lightning_pipeline.recording.step_gradients import StepGradients
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import LightningModule
@@ -169,7 +168,6 @@ class TrialSteps:
             run_backward=run_backward,
             can_split=is_plain,
             seed=0,
-            gradients=StepGradients(),
         )
 
     def times(self, plans: Sequence[StagePlan]) -> list[list[float]]:
@@ -274,7 +272,6 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     # One recording must not leave anything on the module for the next, such as a metric's sums.
     with left_as_it_was(module, reached_by_trainer(module)), torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
-        recording.gradients = StepGradients()
         state.recording = recording
         with recorder.patched(), recorder.installed(), recording.running():
             try:

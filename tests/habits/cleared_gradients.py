@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.habits.by_hand import ByHand
-from tests.habits.modules import Evaluated, Layer, Layers
+from tests.habits.modules import WIDTH, Evaluated, Layer, Layers
 from tests.habits.table import habit
 
 
@@ -135,12 +136,20 @@ class ClearsInPlaceOfLightning(Layers):
     def optimizer_zero_grad(self, *args: Any) -> None:
         pass
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx % 2 == 0:
             self.zero_grad()
         else:
             self.head.weight.grad = None
-        return super().training_step(batch, batch_idx)
+        return self.head(self.features(torch.ones(4, WIDTH))).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm = float(self.head.weight.grad.norm())  # type: ignore[union-attr]
+        self.first = norm if self.global_step == 1 else self.first
+        assert abs(norm - self.first) < 1e-5  # all batches are alike
 
 
 @habit(plain=False, trainer={"accumulate_grad_batches": 3, "val_check_interval": 1})

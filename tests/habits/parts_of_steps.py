@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from torch import nn
 
-from tests.habits.modules import Layers
+from tests.habits.modules import WIDTH, Layers
 from tests.habits.table import habit
 
 
@@ -30,6 +32,28 @@ class ParametersInTwoGraphs(ByHand):
         self.manual_backward(loss)
         self.manual_backward(later.square().mean())
         self.log("train_loss", loss)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@habit(plain=False)
+class LargeParameterInTwoGraphs(ByHand):
+    """A parameter too large to be sent for each use is used on another stage, in two graphs with a backward each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].table = nn.Parameter(torch.randn(40_000, WIDTH) / 200)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        late = self.layers[3](self.layers[0](x))
+        first = F.linear(late, self.layers[0].table).square().mean() + F.cross_entropy(self.head(late), y)
+        second = F.linear(late.detach(), self.layers[0].table).abs().mean()
+        self.manual_backward(first)
+        self.manual_backward(second)
+        self.log("train_loss", first + second)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.optimizers().step()

@@ -40,7 +40,7 @@ def is_draw(func: Any, kwargs: dict[str, Any]) -> bool:
     return kind_of(func) is FunctionKind.DRAWS and not is_drawing_of_own(kwargs)
 
 
-class OwnersCalls:
+class PlacedCalls:
     """Runs calls on the ranks that own their operands. All ranks must make the same.
 
     Args:
