@@ -5,21 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pipeline.engine.draws import CountedDraws
+from lightning_pipeline.engine.draws import CountedDraws, Draws
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.rank_resources import RankResources
-from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, Suspended
+from lightning_pipeline.engine.suspended import BACKWARD, STEP_ENDS, MeetingOf, Suspended, agree
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.torch_functions import function_name, kind_of
+from lightning_pipeline.partition.torch_functions import kind_of
+from lightning_pipeline.recording.module_tensors import ModuleTensors
+from lightning_pipeline.recording.own_changes import OwnChanges
 from lightning_pipeline.recording.step_gradients import (
-    SAME_AGAIN,
+    GETTERS,
+    SETTERS,
+    UNANSWERED,
+    StepGradients,
     refuse_update,
     refuse_written_gradient,
     share_memory,
@@ -29,25 +35,34 @@ from lightning_pipeline.schedules import Kind
 
 
 class _ByHand(CountedDraws):
-    """Refuses that a micro-batch of a hand-optimized step changes parameters' gradients, as each of them would."""
+    """A micro-batch of a hand-optimized step, which makes changes of the batch's once for all (see `OwnChanges`).
 
-    def __init__(self, *args: Any) -> None:
+    Refuses that it changes parameters' gradients, and updates parameters by itself otherwise, as each of them would.
+    """
+
+    def __init__(self, changes: OwnChanges, *args: Any) -> None:
         super().__init__(*args)
+        self._changes = changes
         self._read: Any = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function_name(func)
-        if name == "grad.__set__" and isinstance(args[0], nn.Parameter) and args[1] is not None:
+        kind, kwargs = kind_of(func), kwargs or {}
+        is_of_parameter = bool(args) and isinstance(args[0], nn.Parameter)
+        if func in SETTERS and is_of_parameter and len(args) > 1 and args[1] is not None:
             refuse_written_gradient()
-        if self._read and name not in SAME_AGAIN:
-            written = [args[0] if writes(func, kind_of(func)) else None, kwargs.get("out") if kwargs else None]
-            if share_memory(written, self._read):
-                refuse_written_gradient()
+        written = [args[:1] if writes(func, kind) else (), kwargs.get("out")] if self._read else ()
+        if share_memory(written, self._read):
+            refuse_written_gradient()
+        call = partial(super().__torch_function__, func, types, args, kwargs)
+        found = self._changes.make(func, kind, args, kwargs, call)
+        if found is UNANSWERED:
             if share_memory(written, self._read.values()):
                 refuse_update()
-        found = super().__torch_function__(func, types, args, kwargs)
-        if name == "grad.__get__" and found is not None and isinstance(args[0], nn.Parameter):
+            found = call()
+            self._changes.note(func, kind, args, kwargs, found)
+        if func in GETTERS and found is not None and is_of_parameter:
             self._read[found] = args[0]
+            self._changes.note_free(found)
         return found
 
 
@@ -74,7 +89,7 @@ class OneRankStep:
         work, draws = self._work, self._shared.draws
         for state in self._states:
             began = time.perf_counter()
-            counted = self._counted(CountedDraws, state)
+            counted = CountedDraws(*self._counted(state))
             with counted.running():
                 state.result, state.loss = work.step(state, _batch_of(state))
             self._live.add()
@@ -90,24 +105,25 @@ class OneRankStep:
             self._live.now -= 1
             state.result = tree.replace(state.result, Tensor.detach)
 
-    def _counted(self, made: type[CountedDraws], state: Microbatch) -> CountedDraws:
+    def _counted(self, state: Microbatch) -> tuple[Draws, int, StepGradients | None, ModuleTensors]:
         work = self._work
         # Gradients of earlier batches are held back from automatic steps; a single hand-optimized one has its own.
         is_told = work.loss_of is not None and (work.batch is None or len(self._states) > 1)
         gradients = work.gradients if is_told else None
-        return made(self._shared.draws, state.seed, gradients, self._shared.tensors)
+        return self._shared.draws, state.seed, gradients, self._shared.tensors
 
     def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         """A hand-optimized step of a micro-batch, and what to enter around each of its parts."""
-        made = _ByHand if len(self._states) > 1 else CountedDraws
-        counted = self._counted(made, state)
+        changes = OwnChanges(self._shared.tensors, agree, is_first=state.index == 0)
+        given = self._counted(state)
+        counted = _ByHand(changes, *given) if len(self._states) > 1 else CountedDraws(*given)
         batch = _batch_of(state)
 
         def run() -> None:
             with counted:
                 state.result, _ = self._work.step(state, batch)
 
-        return Suspended(run, lambda meeting: None, self._shared.device), counted.resumed
+        return Suspended(run, lambda meeting: changes.met(), self._shared.device), counted.resumed
 
     def run_part(self, meeting_of: MeetingOf) -> None:
         """Do what a hand-optimized step asks for at a synchronization point."""

@@ -23,12 +23,14 @@ from lightning_pipeline.engine.suspended import (
     MeetingOf,
     Suspended,
     SyncPoint,
+    agree,
 )
 from lightning_pipeline.engine.transfers import Transfer, Transfers
 from lightning_pipeline.partition import tree
 from lightning_pipeline.recording.alive import take_alive, values_in_use
 from lightning_pipeline.recording.kept_views import kept_views
 from lightning_pipeline.recording.module_writes import needs_order
+from lightning_pipeline.recording.own_changes import OwnChangesOnPath
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.python_again import run_again
 from lightning_pipeline.recording.recording import Recording
@@ -49,6 +51,8 @@ class StepParts:
     def suspended(self, state: Microbatch) -> tuple[Suspended, Callable[[], AbstractContextManager[None]]]:
         """A micro-batch's step, and what to enter around each of its parts."""
         recording, batch = self._step.begin_recording(state)
+        if len(self._step.states) > 1:
+            recording.changes = OwnChangesOnPath(recording, agree, is_first=state.index == 0)
 
         def run() -> None:
             with recording.entered():

@@ -102,7 +102,7 @@ class RankResources:
             if self.context is not None:
                 program.cut = cut_sequence(program, self.context, training=work.loss_of is not None)
                 self.warnings.note_joined(program.cut)
-            if work.loss_of is not None:
+            if work.loss_of is not None and work.batch is None:  # others take averages once a batch
                 self.warnings.note_average(program, self.tensors, state.num_microbatches)
             self.has_learned = True
         return program

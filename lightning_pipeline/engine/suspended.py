@@ -190,6 +190,13 @@ class Suspended:
         """Make a call for the batch at the next synchronization point, before that point's own call."""
         self._deferred.append((what, perform))
 
+    def agree(self, what: str, *, meets: bool) -> None:
+        """Have all micro-batches come to the same call, which one of them makes: now, or by the next meeting."""
+        if meets:
+            self.meet(SyncPoint(what, lambda closures: None))
+        else:
+            self.defer(what, lambda: None)
+
     def meet(self, meeting: SyncPoint) -> Any:
         """Wait, in the step's thread, until the call is made for the batch. Returns its result."""
         meeting.line = users_line()
@@ -245,6 +252,14 @@ _of_thread = _OfThread()
 def running_step() -> Suspended | None:
     """The step that runs in the current thread, if any."""
     return _of_thread.step
+
+
+def agree(what: str, meets: bool) -> bool:
+    """Have all micro-batches come to the same call (see `Suspended.agree`). Gives whether a step runs here."""
+    step = running_step()
+    if step is not None:
+        step.agree(what, meets=meets)
+    return step is not None
 
 
 def in_one_thread(function: Callable[..., T], *args: Any) -> T:

@@ -97,6 +97,10 @@ def is_users(frame: FrameType) -> bool:
     return not any(part in path for part in _OWN) and not path.startswith("<") and path != _CONTEXTLIB
 
 
+def is_in_package(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
 def users_lines() -> tuple[int, ...]:
     """The line numbers at which the functions of the running hook are, the innermost first. Those of torch are left
     out, which takes other ways with placeholders, and so is what leads here from a collective.

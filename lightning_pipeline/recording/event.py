@@ -32,6 +32,14 @@ def MICROBATCHES_MEET(what: str, value: int) -> None:
     """In a path: a step goes on when all micro-batches have come here, where the batch has something done."""
 
 
+def OWN_CHANGE(*numbers: int) -> None:
+    """In a path: the call that follows changes these tensors of the module for all micro-batches."""
+
+
+def CHANGE_IS_MADE(*numbers: int) -> None:
+    """In a path: the first micro-batch makes a call that changes these tensors of the module."""
+
+
 class Event:
     """One call of a torch function, after those that came before it.
 

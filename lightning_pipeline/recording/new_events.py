@@ -23,7 +23,7 @@ from lightning_pipeline.recording.path import answer, follow, inspect
 from lightning_pipeline.recording.python_state import Unclear
 from lightning_pipeline.recording.reading import result_on_data
 from lightning_pipeline.recording.split_modules import SplitCall
-from lightning_pipeline.recording.step_gradients import SAME_AGAIN, given, refuse_update
+from lightning_pipeline.recording.step_gradients import given, refuse_update
 from lightning_pipeline.recording.view_writes import bring_base, come_together, sharers_of, tell_sharers
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def add_call(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwa
         if inputs[slot] is CAPTURED and (number := recording.tensors.number_of(call.tensors[slot])) is not None:
             inputs[slot] = -1 - number
     _refuse_resizing(recording, func, inputs, specs, result)
-    if given.names and result.writes and function_name(func) not in SAME_AGAIN:
+    is_making = recording.changes is not None and recording.changes.is_making
+    if given.names and result.writes and not is_making:
         _refuse_update(recording, inputs, result)
     if depends:
         for child in recording.event.children:

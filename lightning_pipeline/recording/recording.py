@@ -37,6 +37,7 @@ from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import written_by_array
 from lightning_pipeline.recording.kept_views import KeptView, refuse_written
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
+from lightning_pipeline.recording.own_changes import OwnChangesOnPath
 from lightning_pipeline.recording.path import mark
 from lightning_pipeline.recording.placing import Placing
 from lightning_pipeline.recording.provenance import Provenance
@@ -70,6 +71,7 @@ class Recording(TorchFunctionMode):
         retained: values whose gradients are retained.
         has_run_backward: whether the step has run a backward of its own.
         gradients: how the step clears and reads those of parameters.
+        changes: finds what the step changes once for all its micro-batches; None if there are no others.
         is_simple: whether the micro-batch can run by the schedule, apart from its reads.
         reads: the values that were read, in order.
         module_reads: the module's tensors that were read and that not every rank holds, by number.
@@ -123,6 +125,7 @@ class Recording(TorchFunctionMode):
         self.retained: list[tuple[int, Placeholder]] = []
         self.has_run_backward = False
         self.gradients = StepGradients()
+        self.changes: OwnChangesOnPath | None = None
         self.checkpoints = Checkpoints()
         changing = recorder.changing.items()
         self.memory = ReplicatedMemory(frozenset(place for place, tensor in changing if memory_of(tensor) == place))
@@ -198,6 +201,8 @@ class Recording(TorchFunctionMode):
         """
         self.note_written_arrays()
         self.note_outdated()
+        if self.changes is not None:
+            self.changes.met()
         value = self.value_of(loss)
         self.has_run_backward |= loss is not None
         mark(self, MICROBATCHES_MEET, what, -1 if value is None else value)

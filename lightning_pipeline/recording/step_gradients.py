@@ -32,8 +32,8 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 _GRADIENT: Any = Tensor.grad  # the descriptor
 GETTERS = (_GRADIENT.__get__, getattr(Tensor, "_grad").__get__)  # noqa: B009  # mypy does not know it
 """The functions by which a tensor's gradient is read."""
-_SETTERS = (_GRADIENT.__set__, _GRADIENT.__delete__)
-GRADIENT_CALLS = frozenset((*GETTERS, *_SETTERS))
+SETTERS = (_GRADIENT.__set__, _GRADIENT.__delete__)
+GRADIENT_CALLS = frozenset((*GETTERS, *SETTERS))
 UNANSWERED = object()
 
 
@@ -61,7 +61,7 @@ class StepGradients:
         if number is None:
             return UNANSWERED
         name = tensors.names[number][0]
-        if func in _SETTERS and (len(args) == 1 or args[1] is None):
+        if func in SETTERS and (len(args) == 1 or args[1] is None):
             self._clear(name, number)
             return None
         if func not in GETTERS:
@@ -170,9 +170,6 @@ def refuse_read(name: str) -> NoReturn:
         f"added up: read it in on_after_backward, or take torch.autograd.grad"
     )
 
-
-SAME_AGAIN = frozenset(("zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "nan_to_num_"))
-"""Functions that change nothing when they are called again."""
 
 
 def refuse_update() -> NoReturn:

@@ -49,9 +49,16 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     if func in GRADIENT_CALLS:
         found = recording.gradients.answer(func, args, recording.tensors)
         if found is not UNANSWERED:
+            if recording.changes is not None and isinstance(found, Tensor):
+                recording.changes.note_free(found)
             return found
     if given:
         given.check(func, kind, args, kwargs)
+    if recording.changes is not None:
+        again = partial(recording.__torch_function__, func, (), args, kwargs)
+        found = recording.changes.make(func, kind, args, kwargs, again)
+        if found is not UNANSWERED:
+            return found
     if kind is FunctionKind.GRAD_MODE or kind is FunctionKind.ENTERED:
         return func(*args, **kwargs)
     if kind is FunctionKind.WRITES and autograd_calls.is_switch(recording, func, args):
@@ -63,7 +70,10 @@ def follow_unknown(recording: Recording, func: Any, args: Any, kwargs: dict[str,
     elif not _takes_ours(recording, func, args, kwargs):
         if recording.has_run_backward and func in GETTERS and args[0].requires_grad:
             return autograd_calls.read_gradient(recording, *args)
-        return compute_everywhere(recording, func, kind, args, kwargs)
+        found = compute_everywhere(recording, func, kind, args, kwargs)
+        if recording.changes is not None:
+            recording.changes.note(func, kind, args, kwargs, found)
+        return found
     if function_name(func) in ("__getitem__", "__setitem__"):
         indexed = with_index_of_tensors(args)
         if indexed is None and not recording.is_ours(args[:1]):

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
+from lightning_pipeline.partition.torch_functions import function_name, kind_of
 from lightning_pipeline.partition.users_code import users_line
+from lightning_pipeline.recording.own_changes import result_of_write, written
 from lightning_pipeline.recording.step_gradients import GETTERS, GRADIENT_CALLS, given
 
 from .._lightning import LightningModule, LightningOptimizer, Precision
@@ -104,8 +107,8 @@ def _clipping_by(other: Callable[[Callable[..., Any]], Callable[..., Any]]) -> I
 
 @contextmanager
 def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
-    """While entered, a step's calls that are the batch's do nothing, and gradients are zeros. Gives the losses that it
-    calls backward on."""
+    """While entered, a step's calls that are the batch's do nothing, nor what it writes into parameters, and gradients
+    are zeros. Gives the losses that it calls backward on."""
     losses: list[Tensor] = []
 
     def step(closure: Closure | None = None, **kwargs: Any) -> Any:
@@ -122,17 +125,30 @@ def losses_noted(module: LightningModule) -> Iterator[list[Tensor]]:
         override(module.trainer.strategy, "backward", note)  # which manual_backward calls
         for kind, owner, name, _ in _calls(module):
             override(owner, name, step if kind is _Kind.UPDATE else lambda *args, **kwargs: None)
-        with _ZeroGradients():
+        with _WithoutUpdates(module):
             yield losses
 
 
-class _ZeroGradients(TorchFunctionMode):
-    """Gives gradients of parameters that there are none of, as zeros."""
+class _WithoutUpdates(TorchFunctionMode):
+    """Gives gradients of parameters that there are none of, as zeros, and writes into no parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters: Any = WeakIdKeyDictionary(dict.fromkeys(module.parameters()))  # and views of them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in GRADIENT_CALLS and isinstance(args[0], nn.Parameter):
             return torch.zeros_like(args[0]) if func in GETTERS else None
-        return func(*args, **(kwargs or {}))
+        if any(tensor in self._parameters for tensor in written(func, kind_of(func), args, kwargs)):
+            return result_of_write(func, args, kwargs)
+        found = func(*args, **kwargs)
+        if function_name(func) in _VIEWS and args[0] in self._parameters:
+            self._parameters[found] = None
+        return found
+
+
+_VIEWS = frozenset(("data.__get__", "detach", "__getitem__", "view"))
 
 
 class _Kind(Enum):

@@ -142,9 +142,20 @@ class ReadsWhatItHasCleared(Reading):
 
 
 @habit(plain=False, shows=False, expect=error(r"a parameter is changed within a step.*read_gradients\.py:\d+.*an opt"))
-class UpdatesByItself(Reading):
-    """As each micro-batch would."""
+class UpdatesByLists(Reading):
+    """Of tensors of its own, into which each micro-batch writes."""
 
+    def read(self) -> None:
+        self.momenta = getattr(self, "momenta", [torch.zeros(p.shape) for p in self.parameters()])
+        with torch.no_grad():
+            for momentum, p in zip(self.momenta, self.parameters(), strict=True):
+                assert p.grad is not None
+                momentum.mul_(0.9).add_(p.grad)
+                p -= 0.1 * momentum
+
+
+@habit(plain=False, shows=False)
+class UpdatesByItself(Reading):
     def read(self) -> None:
         with torch.no_grad():
             for p in self.parameters():
@@ -154,7 +165,7 @@ class UpdatesByItself(Reading):
 
 @habit(plain=False, shows=False)
 class ClampsByItself(Reading):
-    """As each micro-batch does, to the same."""
+    """After the gradient has been read."""
 
     def read(self) -> None:
         self.log("norm", self.head.weight.grad.norm())  # type: ignore[union-attr]

@@ -1,0 +1,256 @@
+"""What hand-optimized steps change by themselves in weights and buffers, which all micro-batches do once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim.swa_utils import AveragedModel
+
+from tests.habits.by_hand import ByHand
+from tests.habits.modules import CLASSES, WIDTH
+from tests.habits.table import error, habit
+
+
+class Followed(ByHand):
+    """A copy of the model follows it after each update, and is a target."""
+
+    tau = 0.3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(nn.Sequential(*self.layers, self.head)).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            soft = self.target(x).softmax(1)
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self(x), soft)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for own, other in self.pairs():
+                self.follow(own, other)
+
+    def pairs(self) -> Any:
+        return zip(self.target.parameters(), [*self.layers.parameters(), *self.head.parameters()], strict=True)
+
+    def follow(self, own: Tensor, other: Tensor) -> None:
+        raise NotImplementedError
+
+
+@habit(plain=False, without={"tau": 0.0})
+class CopiesAMixture(Followed):
+    """As most of reinforcement learning does."""
+
+    def follow(self, own: Tensor, other: Tensor) -> None:
+        own.data.copy_(self.tau * other.data + (1.0 - self.tau) * own.data)
+
+
+@habit(plain=False, without={"tau": 0.0})
+class Lerps(Followed):
+    def follow(self, own: Tensor, other: Tensor) -> None:
+        own.lerp_(other, self.tau)
+
+
+@habit(plain=False, without={"tau": 0.0})
+class MultipliesAndAdds(Followed):
+    def follow(self, own: Tensor, other: Tensor) -> None:
+        own.data.mul_(1 - self.tau).add_(other.data, alpha=self.tau)
+
+
+@habit(plain=False, without={"tau": 0.0})
+class AssignsData(Followed):
+    def follow(self, own: Tensor, other: Tensor) -> None:
+        own.data = own.data * (1 - self.tau) + other.data * self.tau
+
+
+@habit(plain=False, without={"tau": 0.0})
+class LerpsAll(Followed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ByHand.training_step(self, batch, batch_idx)
+        with torch.no_grad():
+            own, other = zip(*self.pairs(), strict=True)
+            torch._foreach_lerp_(list(own), list(other), self.tau)
+
+
+@habit(plain=False, without={"tau": 0.0})
+class FollowsAtTheStart(Followed):
+    """Before the target is used, and the model as it was left by the last batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for own, other in self.pairs():
+                own.lerp_(other, self.tau)
+        ByHand.training_step(self, batch, batch_idx)
+
+
+@habit(plain=False, without={"tau": 0.0})
+class LooksBeforeAndAfter(Followed):
+    """Logs how far the target is, while it follows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ByHand.training_step(self, batch, batch_idx)
+        with torch.no_grad():
+            for place, (own, other) in enumerate(self.pairs()):
+                self.log(f"before/{place}", (own - other).abs().sum())
+                own.lerp_(other, self.tau)
+                self.log(f"after/{place}", (own - other).abs().sum())
+            self.log("of_all", sum((own * other).sum() for own, other in self.pairs()))
+
+
+@habit(plain=False, without={"every": 1000})
+class SyncsEveryThird(Followed):
+    """By a count in a buffer, which the step reads."""
+
+    every = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ByHand.training_step(self, batch, batch_idx)
+        self.count += 1
+        self.seen += len(batch[0])
+        if int(self.count) % self.every == 0:
+            self.target.load_state_dict(nn.Sequential(*self.layers, self.head).state_dict())
+
+
+@habit(plain=False)
+class AveragesByTorch(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(nn.Sequential(*self.layers, self.head))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.average.update_parameters(nn.Sequential(*self.layers, self.head))
+
+
+@habit(plain=False, shows=False)  # what it shows is on whole batches
+class Wasserstein(ByHand):
+    """Weights are kept small, after the update, and fade."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        for p in self.layers.parameters():
+            p.data.clamp_(-0.2, 0.2)
+        with torch.no_grad():
+            for p in self.head.parameters():
+                p.mul_(0.9)
+            self.layers[1].linear.weight /= self.layers[1].linear.weight.norm()
+
+
+@habit(plain=False, shows=False)
+class Spectral(ByHand):
+    """A power iteration in each forward, of weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.layers[3].linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+@habit(plain=False, shows=False)
+class UpdatesByGradients(ByHand):
+    """Without an optimizer, for all that it configures."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for p in self.parameters():
+                p -= 0.1 * p.grad
+
+
+@habit(plain=False, shows=False)
+class MomentumInBuffers(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        for place, p in enumerate([*self.parameters()]):
+            self.register_buffer(f"velocity{place}", torch.zeros_like(p))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for place, p in enumerate(self.parameters()):
+                velocity = getattr(self, f"velocity{place}")
+                velocity.mul_(0.9).add_(p.grad)
+                p.add_(velocity, alpha=-0.1)
+
+
+@habit(plain=False, shows=False)
+class TemperatureFalls(ByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0] / self.temperature, batch[1]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.temperature *= 0.9
+        self.temperature.clamp_(min=1.0)
+
+
+@habit(plain=False, shows=False)
+class SumsOfTheBatch(ByHand):
+    """A moving average of what is in the batch, which decays once, and takes in the parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(CLASSES, WIDTH))
+        self.register_buffer("centers", torch.zeros(CLASSES, WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        x, y = batch
+        with torch.no_grad():
+            self.sums.mul_(0.9)
+            self.sums.add_(F.one_hot(y, CLASSES).float().T @ x, alpha=0.1)
+            self.centers.copy_(self.sums / (1e-3 + self.sums.norm()))
+
+
+@habit(plain=False, expect=error(r"(?s)the change of head\.bias by mul_\(.*once_a_batch\.py:\d+.*called for by all"))
+class ChangesByMicroBatch(ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.head.bias.mul_(0.5 + 0.1 * float(batch[0][0, 0] > 0) + 0.1 * float(batch[0][0, 1] > 0))
+
+
+@habit(plain=False, observed=["epsilon", "steps", "samples"])
+class ExplorationFalls(Followed):
+    """By attributes, which the step reads."""
+
+    epsilon_end, every = 0.05, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epsilon, self.steps, self.samples = 1.0, 0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        ByHand.training_step(self, (x * (1 + self.epsilon), y), batch_idx)
+        self.epsilon = max(self.epsilon_end, self.epsilon * 0.7)
+        self.steps += 1
+        self.samples += len(x)
+        if self.steps % self.every == 0:
+            self.target.load_state_dict(nn.Sequential(*self.layers, self.head).state_dict())
+        self.log("epsilon", self.epsilon)
+
+
+ON_WHOLE_BATCHES = (
+    *(CopiesAMixture, Lerps, MultipliesAndAdds, AssignsData, LerpsAll, FollowsAtTheStart, LooksBeforeAndAfter),
+    *(SyncsEveryThird, AveragesByTorch, Wasserstein, Spectral, UpdatesByGradients, MomentumInBuffers, TemperatureFalls),
+    *(SumsOfTheBatch, ExplorationFalls),
+)
