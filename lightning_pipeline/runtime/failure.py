@@ -443,3 +443,10 @@ def waiting_for(what: str, peer: int | None = None, *, is_for_all: bool = False)
             raise
         seconds = notice.timeout.total_seconds() if late else None
         raise notice.explain(error, waiting_for=what, peer=peer, timed_out_after=seconds) from None
+
+
+def raise_failure() -> None:
+    """Raise if a rank of the run has failed; for a rank that waits for others."""
+    notice = FailureNotice._shared
+    if notice is not None and notice.failure is not None:
+        raise notice.explain(RuntimeError("failed"), waiting_for="other ranks", peer=None, timed_out_after=None)

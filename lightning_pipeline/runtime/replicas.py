@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.runtime.backends import broadcast, new_group, warm_up
+from lightning_pipeline.runtime.connecting import connect
 from lightning_pipeline.runtime.errors import ranks
-from lightning_pipeline.runtime.failure import waiting_for
+from lightning_pipeline.runtime.failure import raise_failure, waiting_for
+from lightning_pipeline.runtime.store import BoundedStore
+from lightning_pipeline.runtime.streams import Stream
 from lightning_pipeline.runtime.topology import Topology
 
 
@@ -40,6 +44,7 @@ class Replicas:
         self.group = self._new_group(timeout, None)
         warm_up(self.group)
         self.control_group: dist.ProcessGroup | None = self._new_group(timeout, dist.Backend.GLOO)
+        self._streams = self._connected()
 
     @classmethod
     def shared(cls, topology: Topology, timeout: timedelta) -> Replicas | None:
@@ -96,12 +101,24 @@ class Replicas:
         return gathered
 
     def gather_numbers(self, *numbers: float) -> list[list[float]]:
-        """Every replica's `numbers`, in the order of replicas, on all of them."""
-        own = torch.tensor(numbers, dtype=torch.float64)
-        gathered = [torch.empty_like(own) for _ in range(self.num_replicas)]
+        """Every replica's `numbers`, in the order of replicas, on all of them.
+
+        Over streams, as steps do it several times: where ranks share cores, Gloo's threads take four times as long.
+        """
+        packed = struct.pack(f"<{len(numbers)}d", *numbers)
         with waiting_for(f"a number of each replica ({self._others})"):
-            dist.all_gather(gathered, own, group=self.control_group)
-        return [row.tolist() for row in gathered]
+            arriving = {rank: stream.receive(None) for rank, stream in self._streams.items()}
+            for stream in self._streams.values():
+                stream.send(packed)
+            for message in arriving.values():
+                message.wait(self.timeout, raise_failure)
+        gathered = []
+        for rank in self.topology.data_ranks:
+            data = packed if rank == self.topology.rank else arriving[rank].data
+            if len(data) != len(packed):
+                raise RuntimeError(f"{self.topology.describe(rank)} is at another exchange of the replicas than this")
+            gathered.append(list(struct.unpack(f"<{len(numbers)}d", data)))
+        return gathered
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Copy the first replica's values to all replicas."""
@@ -121,6 +138,16 @@ class Replicas:
             for group in (replicas.group, replicas.control_group):
                 if _torch.is_open(group):
                     dist.destroy_process_group(group)
+            for stream in replicas._streams.values():
+                stream.close()
+
+    def _connected(self) -> dict[int, Stream]:
+        """Streams to the other replicas, by rank."""
+        rank = self.topology.rank
+        store = BoundedStore(_torch.default_store(), rank=rank, limit=self.timeout)
+        wanted = [(other, 0) for other in self.topology.data_ranks if other != rank]
+        found = connect(store, rank, wanted, self.timeout, raise_failure)
+        return {other: stream for (other, _), stream in found.items()}
 
     def _new_group(self, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
         """The group of this stage's replicas. Every rank of the world makes those of all stages, as torch asks."""
