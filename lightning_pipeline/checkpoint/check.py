@@ -83,6 +83,8 @@ def check_optimizer_states(states: Any, name: str) -> None:
 
 
 def _is_optimizer_state(state: Any) -> bool:
+    if state == {}:  # of Lightning's optimizer for a configure_optimizers that gives None
+        return True
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")
@@ -225,7 +227,7 @@ def check_optimizers(
 def _problem_of_state(layout: OptimizerLayout, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Why an optimizer cannot take a state; "" if it can."""
     optimizer = type(layout.optimizer)
-    saved = [group["params"] for group in state["param_groups"]]
+    saved = [group["params"] for group in state.get("param_groups", [])]
     saved_sizes, sizes = [len(ids) for ids in saved], [len(names) for names in layout.groups]
     if saved_sizes != sizes:
         return (

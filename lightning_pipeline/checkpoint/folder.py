@@ -48,7 +48,7 @@ def tensor_places(
     states = [(section, checkpoint[section]) for section in sections]
     optimizers = zip(checkpoint.get("optimizer_states", []), parameter_names, strict=True)
     for index, (optimizer, names) in enumerate(optimizers):
-        for position, state in optimizer["state"].items():
+        for position, state in optimizer.get("state", {}).items():
             if isinstance(position, int):
                 states.append((f"optimizer_{index}.state.{names[position]}", state))
     for prefix, state in states:
@@ -175,7 +175,7 @@ def _to_folder(source: Path, destination: Path, weights_only: bool) -> list[Tens
     check_optimizer_states(checkpoint.get("optimizer_states", []), str(source))
     # A file does not name the parameters of its optimizer states: positions serve as names.
     names = [
-        [str(position) for position in range(sum(len(group["params"]) for group in optimizer["param_groups"]))]
+        [str(position) for position in range(sum(len(group["params"]) for group in optimizer.get("param_groups", [])))]
         for optimizer in checkpoint.get("optimizer_states", [])
     ]
     tensors: dict[str, Tensor] = {}

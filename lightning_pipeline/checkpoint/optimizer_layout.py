@@ -221,6 +221,9 @@ class OptimizerLayout:
         Args:
             is_kept: whether this rank keeps the state of a parameter of its stage.
         """
+        if not self.groups:
+            self.optimizer.load_state_dict(state_dict)
+            return
         saved_groups = state_dict["param_groups"]
         held = dict(self.local_parameters())
         saved_state = state_dict["state"]

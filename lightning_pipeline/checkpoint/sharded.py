@@ -152,7 +152,7 @@ class FolderWriter:
         path = Path(path).absolute()
         sections: list[str] = self._from_rank_0(path, _sections(checkpoint))
         tensors, values = self._given(path, checkpoint, sections)
-        states = [_descriptions(optimizer["state"]) for optimizer in checkpoint.get("optimizer_states", [])]
+        states = [_descriptions(optimizer.get("state", {})) for optimizer in checkpoint.get("optimizer_states", [])]
         parts = self._gathered_on_rank_0(path, (values, states))
         with ExitStack() as draft:  # of rank 0
             folder = self._on_rank_0(path, lambda: self._begin(draft, path, checkpoint, sections, parts))
@@ -221,6 +221,8 @@ class FolderWriter:
         if "optimizer_states" in checkpoint:
             complete["optimizer_states"] = [
                 {**optimizer, "state": _merged(optimizer["state"], [states[index] for _, states in parts])}
+                if optimizer
+                else optimizer
                 for index, optimizer in enumerate(checkpoint["optimizer_states"])
             ]
         names = self.parameter_names if "optimizer_states" in checkpoint else []

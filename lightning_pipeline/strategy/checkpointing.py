@@ -204,7 +204,7 @@ class Checkpoints:
 
     def optimizer_state(self, plain: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state dict, on the rank that writes it, and wherever hooks see it. All ranks must call it."""
-        if self._saves_plainly:
+        if self._saves_plainly or not optimizer.param_groups:  # as Lightning's, where configure_optimizers gives None
             return plain(optimizer)
         self.check_alive()
         strategy, optimizers = self._strategy, self._session.optimizers

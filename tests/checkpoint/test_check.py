@@ -126,6 +126,10 @@ REFUSED = {
         other(lambda c: c["optimizer_states"].append({})),
         r"has states of 2 optimizers, and configure_optimizers gave 1: resume with the configure_optimizers",
     ),
+    "no optimizer": (
+        other(lambda c: c.update(optimizer_states=[{}])),
+        r"optimizer state in folder/x\.ckpt has 0 groups with \[\] parameters, and Adam has 1 with \[10\]: resume",
+    ),
     "groups": (
         other(lambda c: c["optimizer_states"][0]["param_groups"].append({"params": [99]})),
         r"optimizer state in folder/x\.ckpt has 2 groups with \[10, 1\] parameters, and Adam has 1 with \[10\]: resume",

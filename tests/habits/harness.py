@@ -252,21 +252,22 @@ def strategy(configuration: Configuration) -> PipelineStrategy:
 
 
 def call(trainer: L.Trainer, module: L.LightningModule, name: str, habit: Habit, is_plain: bool) -> Any:
-    """`trainer.fit` and the like, on the habit's data; "test:best" tests the best checkpoint."""
+    """`trainer.fit` and the like, on the habit's data; "test:best" tests the best checkpoint, "fit:last" goes on."""
     loaders = {
         "train": loader(module, habit.batches, 1, is_plain),
         "val": loader(module, 2, 2, is_plain),
         "test": loader(module, 2, 3, is_plain),
     }
     own = is_overridden("val_dataloader", module)
+    name, _, path = name.partition(":")
+    options = {"ckpt_path": path, "weights_only": False} if path else {}
     if name == "fit":
         validates = is_overridden("validation_step", module) and not own
         training = None if is_overridden("train_dataloader", module) else loaders["train"]
-        return trainer.fit(module, training, loaders["val"] if validates else None)
-    name, _, path = name.partition(":")
+        return trainer.fit(module, training, loaders["val"] if validates else None, **options)
     function: Any = {"validate": trainer.validate, "test": trainer.test, "predict": trainer.predict}[name]
     chosen = None if own and name == "validate" else loaders["val" if name == "validate" else "test"]
-    return function(module, chosen, **({"ckpt_path": path, "weights_only": False} if path else {}))
+    return function(module, chosen, **options)
 
 
 def loader(module: Any, number: int, seed: int, is_plain: bool) -> Any:

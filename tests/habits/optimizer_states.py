@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.habits.modules import WIDTH, Evaluated, Layers, Noting
@@ -426,6 +427,18 @@ class OptimizesNothing(Layers):
 
     def configure_optimizers(self) -> None:
         return None
+
+
+@habit(
+    observed=["mean"],
+    plain=False,
+    shows=False,
+    calls=["fit", "fit:last"],
+    callbacks=lambda: [ModelCheckpoint(save_last=True)],
+    trainer={"enable_checkpointing": True},
+)
+class OptimizesNothingAndIsSaved(OptimizesNothing):
+    """The same, and a checkpoint of each epoch is saved, from which a run goes on."""
 
 
 @habit(shows=False)
