@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .session import Session
 
 Settings = dict[str, object]
+_KERNELS = ("foreach", "fused")
+"""Options that choose how an optimizer computes the same; a stage whose parameters are of two kinds turns them off."""
 
 
 class GroupSettings:
@@ -82,7 +84,8 @@ class GroupSettings:
 def _settings_of(optimizer: Optimizer) -> tuple[str, list[Settings]]:
     """An optimizer's class, and the numbers in its groups of parameters."""
     groups = [
-        {name: _plain(value) for name, value in group.items() if _is_setting(value)} for group in optimizer.param_groups
+        {name: _plain(value) for name, value in group.items() if name not in _KERNELS and _is_setting(value)}
+        for group in optimizer.param_groups
     ]
     return type(optimizer).__name__, groups
 

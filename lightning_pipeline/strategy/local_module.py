@@ -287,7 +287,11 @@ class LocalModule:
         for _, tensor in named_tensors(self._module):
             if type(tensor) is Placeholder and tensor.device != device:  # which shows the device that it stands for
                 become(tensor, placeholder(tensor._pl_spec.but(device=device), tensor._pl_what))
-        held = [holders_of(tensor) for _, tensor in named_tensors(self._module)]
+        tensors = [tensor for _, tensor in named_tensors(self._module)]
+        if device.type == "cpu" and all(tensor.is_meta or tensor.is_cpu for tensor in tensors):
+            note_device(self._module, device)
+            return  # torch would put DTensors and their gradients into new ones, which it refuses where some are referred to
+        held = list(map(holders_of, tensors))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         for (_, tensor), stages in zip(named_tensors(self._module), held, strict=True):
             note_holders(tensor, stages)  # again, as torch gives DTensors new attributes

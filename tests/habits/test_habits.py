@@ -22,6 +22,7 @@ PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 
 REPLICATED = "2x2-1f1b"
 """Of the others, many come to something else with replicas, as they do with DDP."""
+SLICED = "2x2-1f1b-fsdp"
 REVERSED = ("2-1f1b-reversed", "3-1f1b-reversed")
 BY_DEFAULT = {
     "2-1f1b": """
@@ -42,6 +43,7 @@ BY_DEFAULT = {
         StatesOfTheGeneratorSet BySignatureOfForward NotesKinds WaitsForFirstRank WaitsOnFirstRank
         DrawsOnFirstRankInEarlierHook ModeOverTraining LastBatchIsSmallerThanItsNumberOfFields EmptyWhereUnread
         LogsOnAllWhatFirstRankComputed StopsInStepOnFirstRank FolderOfLogsInSetup RateForOneUpdateOnFirstRank
+        OptimizesNothingAndIsSaved
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
@@ -55,6 +57,7 @@ BY_DEFAULT = {
         FitsAfterNormsWereAdapted SparseBuffers LogsOnFirstRank StopsOnFirstRankAfterValidation
         SkipsRestOfEpochOnFirstRank ScaleWrittenOnFirstRank
     """,
+    SLICED: "CrossAttention MixtureDensity",
     REVERSED[0]: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
     REVERSED[1]: "NormShared",
 }
@@ -111,7 +114,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for configuration in configurations:
         first = defaults.get(configuration, [])
-        has_others = with_slow and configuration not in (REPLICATED, *REVERSED)
+        has_others = with_slow and configuration not in (REPLICATED, SLICED, *REVERSED)
         others = [name for name in HABITS if name not in first] if has_others else []
         for name in (*first, *others):
             if applies.get(configuration, lambda _: True)(HABITS[name]):
@@ -140,7 +143,7 @@ def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder:
 
 
 CONFIGURATIONS_OF: dict[object, Sequence[str]] = {
-    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED, *REVERSED),
+    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED, SLICED, *REVERSED),
     test_one_process_has_the_bits_of_plain_lightning: ("plain",),
     test_what_is_compared_shows_the_habit: ("without",),
 }
