@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -176,12 +176,38 @@ class FullySharded:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
         state._lazy_init()
+        _leave_whole_in_steps(sharded)
         sharded.set_requires_gradient_sync(False)
         sharded.set_reshard_after_backward(False)
         if not self._gradients_mean:
             sharded.set_gradient_divide_factor(1.0)
         _made.add(leaf)
         return sharded
+
+
+def _leave_whole_in_steps(module: nn.Module) -> None:
+    """Let `state_dict` and `load_state_dict` in a step take whole parameters, with which its layers compute: FSDP2's hooks
+    would go back to slices, and free them."""
+    for sub in module.modules():
+        for hooks in (sub._state_dict_pre_hooks, sub._load_state_dict_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if _is_of_fsdp2(getattr(hook, "hook", hook)):  # which torch may wrap
+                    del hooks[key]
+        for key, hook in sub._load_state_dict_post_hooks.items():
+            if _is_of_fsdp2(hook):
+                sub._load_state_dict_post_hooks[key] = _for_slices(hook)
+
+
+def _is_of_fsdp2(hook: Any) -> bool:
+    return bool(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"))
+
+
+def _for_slices(hook: Callable[..., None]) -> Callable[..., None]:
+    def run(module: nn.Module, *args: Any) -> None:
+        if any(map(is_sharded, module.parameters(recurse=False))):
+            hook(module, *args)
+
+    return run
 
 
 def sharded_elsewhere(module: nn.Module) -> Iterator[str]:

@@ -290,7 +290,7 @@ class LocalModule:
         tensors = [tensor for _, tensor in named_tensors(self._module)]
         if device.type == "cpu" and all(tensor.is_meta or tensor.is_cpu for tensor in tensors):
             note_device(self._module, device)
-            return  # torch would put DTensors and their gradients into new ones, which it refuses where some are referred to
+            return  # torch would move DTensors into new ones, which it refuses where something refers to them
         held = list(map(holders_of, tensors))
         self._module._apply(lambda tensor: tensor if tensor.is_meta or tensor.device == device else tensor.to(device))
         for (_, tensor), stages in zip(named_tensors(self._module), held, strict=True):

@@ -48,7 +48,7 @@ class GathersOverRanksByName(CLIP):
             features = torch.cat(list(all_gather(features)))
             part = features.detach().mean()
             all_reduce(part)
-            features = features[get_rank() * len(x) :] + (part - part / get_world_size())
+            features = features[get_rank() * len(x) :][: len(x)] + (part - part / get_world_size())
         return features * self.share
 
 

@@ -434,7 +434,7 @@ class CentersOverRanks(WithTeacher):
             mean = mean / dist.get_world_size()
             parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, features)
-            features = torch.cat(parts)[dist.get_rank() * len(x) :]
+            features = torch.cat(parts)[dist.get_rank() * len(x) :][: len(x)]
         centered = features - self.center
         self.center = self.center * 0.9 + mean * 0.1
         return centered

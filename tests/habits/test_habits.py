@@ -57,7 +57,7 @@ BY_DEFAULT = {
         FitsAfterNormsWereAdapted SparseBuffers LogsOnFirstRank StopsOnFirstRankAfterValidation
         SkipsRestOfEpochOnFirstRank ScaleWrittenOnFirstRank
     """,
-    SLICED: "CrossAttention MixtureDensity",
+    SLICED: "CrossAttention MixtureDensity StateDictSavedInStep WeightsGoBackInStep",
     REVERSED[0]: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
     REVERSED[1]: "NormShared",
 }
