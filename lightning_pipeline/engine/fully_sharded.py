@@ -186,7 +186,7 @@ class FullySharded:
 
 
 def _leave_whole_in_steps(module: nn.Module) -> None:
-    """Let `state_dict` and `load_state_dict` in a step take whole parameters, with which its layers compute: FSDP2's hooks
+    """Let `state_dict` and `load_state_dict` in a step take the whole parameters, which its layers use: FSDP2's hooks
     would go back to slices, and free them."""
     for sub in module.modules():
         for hooks in (sub._state_dict_pre_hooks, sub._load_state_dict_pre_hooks):
