@@ -302,7 +302,9 @@ def _made(spec: TensorSpec, content: Tensor | float | None = None) -> Tensor:
             if stride is None:
                 return made.clone()
             if content is not None:
-                return _torch.unsafe_view(made, spec.shape)
+                seen = _torch.unsafe_view(made, spec.shape)
+                if seen.stride() == stride or 0 in stride:
+                    return seen  # and not with other strides along dimensions of one element
             return made_anew().copy_(made)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.habits.modules import WIDTH, Noting
+from tests.habits.modules import WIDTH, Layer, Layers, Noting
 from tests.habits.table import habit
 
 LENGTH = 37
@@ -100,3 +100,35 @@ class PartsOfBatchOverwritten(Sequences):
         loss = F.cross_entropy(self.head(both) + x.sum() * 1e-3, y)
         self.log("loss", loss)
         return loss
+
+
+@habit(shows=False, plain=False)
+class OneSequenceByHand(Layers):
+    """Micro-batches of one sequence go through views that are undone, in a hand-optimized step of two parts."""
+
+    batches_made = 0
+
+    class Swapped(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.transpose(1, 2).transpose(1, 2))
+
+    layer = Swapped
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def batch(self, generator: torch.Generator) -> Any:  # type: ignore[override]
+        self.batches_made += 1
+        x, y = super().batch(generator)
+        size = 2 if self.batches_made == 3 else len(x)
+        return x[:size, None].repeat(1, 3, 1), y[:size]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = F.cross_entropy(self(x).mean(1), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
