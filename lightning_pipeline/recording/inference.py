@@ -127,6 +127,9 @@ _LAID_OUT_OTHERWISE = frozenset(
 """Functions whose results have other strides on the CPU than fake ones, by name."""
 
 
+_CAST_WITHIN = ("layer_below", "layer_on_nested", "attention")
+"""The fast paths of torch's transformer layers, whose kernels call what autocast casts. Fake ones do not,
+nor do they where somebody looks on."""
 _TOLD_BY_ZEROS = frozenset(
     (
         *("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "batch_norm", "layer_norm"),
@@ -182,6 +185,8 @@ class Inference:
             found = self._on_zeros(function, call, specs)
             # Two elements at one place, as of a sparse gradient, which `coalesce` does not give back as it is.
             return found if found == self._on_zeros(function, call, specs, num_stored=2) else None
+        if function_name(function) in _CAST_WITHIN and _torch.is_any_autocast_enabled():
+            return self._without_draws(function, call, specs, as_ever=True)
         if _is_told_by_zeros(function, specs) and (told := self._without_draws(function, call, specs)) is not None:
             return told
         fakes = self.fakes(specs)
