@@ -216,6 +216,11 @@ def total_batches(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx
 
 
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether training steps have no backward for now, as `StochasticWeightAveraging` says it for an epoch."""
+    return trainer.fit_loop._skip_backward
+
+
 def loader_of(trainer: Trainer, arguments: Sequence[Any]) -> Any:
     """The loader that the batch of a step with these arguments is of; None for batches of several loaders at once.
 

@@ -21,7 +21,7 @@ from lightning_pipeline.recording.step_gradients import StepGradients, refuse_re
 from .._lightning import rank_zero_info, rank_zero_warn
 from .group_settings import GroupSettings
 from .hooks import hooks_see_gradients
-from .lightning_private import total_batches
+from .lightning_private import skips_backward, total_batches
 from .logged_values import LoggedValues, digest_of_numbers, numbers_in, take_numbers
 from .measure import step_context
 from .outputs import combine, is_sum_over_samples, loss_in, mean_loss
@@ -112,6 +112,8 @@ class StageRunner:
             ValueError: the step returned no loss.
         """
         trainer = self._module.trainer
+        if skips_backward(trainer):
+            return self._train_without_backward(args, microbatches)
         accumulate = trainer.accumulate_grad_batches
         is_first = trainer.fit_loop.batch_idx % accumulate == 0
         gradients = self._stages.gradients
@@ -166,6 +168,27 @@ class StageRunner:
             return torch.zeros((), device=self._session.device)
         loss = self.loss_of_batch(*map(list, zip(*losses, strict=True)))
         extra = _without_loss([state.result for state in states], sizes)
+        return {"loss": loss, **extra} if extra else loss
+
+    def _train_without_backward(self, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
+        """As `train` for a step that leaves all gradients as they are, whose forwards alone are run."""
+        function = self._step_function("training_step", args, has_loss=True)
+        work = StepTask(
+            kind=("train without backward", self._module.training),
+            step=lambda state, batch: (function(state, batch)[0], None),
+            seed=self.training_seed(),
+        )
+        with self._session.optimizers.refused_in("training_step"):
+            states, numbers = self.run(work, microbatches, lambda: [self.settings.digest()])
+        name = type(self._module).__name__
+        found = [(loss_in(one.result, name), one.num_samples) for one in states if one.result is not None]
+        has_loss = self._act_on_signals(numbers, training=True, has_loss=bool(found)) if numbers else bool(found)
+        self._log(states, numbers)
+        self._stages.note_uses(training=True)
+        if not found:
+            return torch.zeros((), device=self._session.device) if has_loss else None
+        loss = self.loss_of_batch(*map(list, zip(*found, strict=True))).detach()
+        extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
         return {"loss": loss, **extra} if extra else loss
 
     def evaluate(self, name: str, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:

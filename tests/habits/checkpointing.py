@@ -14,7 +14,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from tests.habits.modules import SAMPLES, WIDTH, Evaluated, Layers
+from tests.habits.modules import SAMPLES, WIDTH, Evaluated, Layers, Normed
 from tests.habits.table import habit
 
 
@@ -137,6 +137,13 @@ class LogsToCSV(Layers):
 )
 class AveragesWeights(Layers):
     """StochasticWeightAveraging beside a counter on self."""
+
+
+@habit(callbacks=lambda: [StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)], shows=False)
+class AveragesWeightsAndNorms(Evaluated):
+    """With batch norms there is an epoch more for their statistics, whose steps have no backward."""
+
+    layer = Normed
 
 
 @habit(plain=False, without={"keeps": False})
