@@ -93,7 +93,6 @@ class RankProgram:
             elif action.kind is Kind.RECV_B and next_forward >= 0:
                 self.prepared[last_before].append(next_forward)
         self.is_backward = [one.kind in _BACKWARD if isinstance(one, Action) else False for one in called]
-        self.splits = any(action.kind is Kind.I for action in actions)
         self.calls: list[tuple[int, str, int, Action | None]] = [
             (one.stage, METHODS[one.kind], one.microbatch, one)
             if isinstance(one, Action)

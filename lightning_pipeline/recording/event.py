@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
 from lightning_pipeline.partition.torch_functions import function_name
-from lightning_pipeline.recording.inference import Result
+from lightning_pipeline.recording.inference import NOTHING, Result
 from lightning_pipeline.recording.matcher import Matcher, make_matcher
 from lightning_pipeline.recording.operation import Call, shown
 
@@ -40,6 +42,7 @@ def CHANGE_IS_MADE(*numbers: int) -> None:
     """In a path: the first micro-batch makes a call that changes these tensors of the module."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Event:
     """One call of a torch function, after those that came before it.
 
@@ -64,69 +67,36 @@ class Event:
         shortcuts: where calls of whole modules lead from here (see `shortcuts`).
     """
 
-    __slots__ = (
-        "as_part",
-        "call",
-        "children",
-        "digest",
-        "draws",
-        "first_captured",
-        "function",
-        "inputs",
-        "line",
-        "match",
-        "matcher",
-        "num_captured",
-        "num_values",
-        "outputs",
-        "parent",
-        "pool",
-        "program",
-        "result",
-        "sharers",
-        "shortcuts",
-        "specs",
-        "state",
-        "takes_gradients",
-        "visit",
-        "writes",
-    )  # fmt: skip
-
-    call: Call
-    digest: bytes
-    draws: bool
-    first_captured: int
-    function: Any
-    inputs: tuple[Any, ...]
-    line: str
-    specs: tuple[TensorSpec, ...]
-    num_captured: int
-    num_values: int
-    outputs: tuple[int | None, ...]
-    program: Any
-    as_part: Any
-    result: Result
-    state: tuple[bool, bool, Any]
-    takes_gradients: bool
-    visit: int
-    writes: tuple[tuple[int, TensorSpec, int], ...]
     parent: Event | None
-    children: list[Event]
-    match: Callable[..., Any]
-    pool: list[Placeholder]
-    matcher: Matcher
-    shortcuts: dict[Any, Any] | None
-    sharers: Sequence[Any]
+    visit: int
+    num_values: int
+    num_captured: int
+    digest: bytes
+    children: list[Event] = field(default_factory=list)
+    pool: list[Placeholder] = field(default_factory=list)
+    function: Any = None
+    call: Call = field(default_factory=lambda: Call((), {}, [], []))
+    inputs: tuple[Any, ...] = ()
+    specs: tuple[TensorSpec, ...] = ()
+    state: tuple[bool, bool, Any] = (True, False, None)
+    result: Result = NOTHING
+    outputs: tuple[int | None, ...] = ()
+    writes: tuple[tuple[int, TensorSpec, int], ...] = ()
+    draws: bool = False
+    line: str = ""
+    takes_gradients: bool = False
+    first_captured: int = 0
+    program: Any = None
+    as_part: Any = None
+    shortcuts: dict[Any, Any] | None = None
+    sharers: Sequence[Any] = ()
+    matcher: Matcher = field(init=False)
+    match: Callable[..., Any] = field(init=False)
 
     @staticmethod
     def beginning(num_values: int, digest: bytes) -> Event:
         """Where paths begin, with so many values that are there before."""
-        made = Event()
-        made.parent, made.children, made.visit = None, [], -1
-        made.shortcuts, made.as_part, made.takes_gradients, made.sharers = None, None, False, ()
-        made.num_values, made.num_captured = num_values, 0
-        made.digest, made.pool, made.program = digest, [], None
-        return made
+        return Event(None, -1, num_values, 0, digest)
 
     def followed_by(
         self,
@@ -143,42 +113,32 @@ class Event:
         module_tensors: Sequence[Tensor],
     ) -> Event:
         """A new child."""
-        made = Event()
-        made.parent, made.children, made.program, made.as_part, made.shortcuts = self, [], None, None, None
-        made.sharers = ()
-        made.function, made.call, made.inputs, made.specs = function, call, tuple(inputs), tuple(specs)
-        made.state, made.result, made.visit, made.draws, made.line = state, result, visit, draws, line
-        made.takes_gradients = self.takes_gradients or function is torch.autograd.grad
-        count = self.num_values
-        outputs: list[int | None] = []
-        for spec in result.tensors:
-            outputs.append(None if isinstance(spec, int) else count)
-            count += not isinstance(spec, int)
-        writes = []
-        for slot, spec in result.writes:
-            writes.append((slot, spec, count))
-            count += 1
-        made.outputs, made.writes, made.num_values = tuple(outputs), tuple(writes), count
+        values = itertools.count(self.num_values)
+        outputs = tuple([None if isinstance(spec, int) else next(values) for spec in result.tensors])
+        writes = tuple([(slot, spec, next(values)) for slot, spec in result.writes])
         text = repr((self.digest, function_name(function), shown(call.args), shown(call.kwargs), inputs, specs, state))
-        made.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        made.first_captured = self.num_captured
-        made.matcher = make_matcher(
-            function,
-            call.args,
-            call.kwargs,
-            state,
-            inputs,
-            specs,
-            module_tensors,
-            result.tensors,
-            outputs,
-            result.layout,
-            writes,
+        made = Event(
+            self,
+            visit,
+            next(values),
+            self.num_captured,
+            hashlib.blake2b(text.encode(), digest_size=8).digest(),
+            function=function,
+            call=call,
+            inputs=tuple(inputs),
+            specs=tuple(specs),
+            state=state,
+            result=result,
+            outputs=outputs,
+            writes=writes,
             draws=draws,
-            what=f"the result of {function_name(function)} ({line})",
+            line=line,
+            takes_gradients=self.takes_gradients or function is torch.autograd.grad,
+            first_captured=self.num_captured,
         )
+        made.matcher = make_matcher(made, module_tensors)
         made.match, made.pool = made.matcher.match, made.matcher.pool
-        made.num_captured = self.num_captured + made.matcher.num_captured
+        made.num_captured += made.matcher.num_captured
         call.tensors, call.numbers = [], []
         self.children.insert(0, made)
         return made

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import getweakrefcount
 
 import torch
@@ -37,8 +37,12 @@ from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder, TensorSpec, placeholder
+from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.absorbed import absorb
 from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot
+
+if TYPE_CHECKING:
+    from lightning_pipeline.recording.event import Event
 
 UNLIKE = object()
 """What a matcher returns for another call."""
@@ -125,40 +129,19 @@ def _compiled(source: str) -> CodeType:
     return compile(source, "<a matcher>", "exec")
 
 
-def make_matcher(
-    function: Any,
-    args: Sequence[Template],
-    kwargs: dict[str, Template],
-    state: tuple[bool, bool, Any],
-    inputs: Sequence[Any],
-    specs: Sequence[TensorSpec],
-    module_tensors: Sequence[Tensor],
-    tensors: Sequence[TensorSpec | int],
-    outputs: Sequence[int | None],
-    layout: tree.Layout,
-    writes: Sequence[tuple[int, TensorSpec, int]],
-    *,
-    draws: bool,
-    what: str,
-) -> Matcher:
+def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
     """The matcher of one event.
 
     Args:
-        function, args, kwargs: of the call; templates.
-        state: whether autograd, and inference mode, are on, and autocast as ``autocast_state`` gives it.
-        inputs: of each tensor slot: the number of a value, one below zero of a module's tensor, or `CAPTURED`.
-        specs: of each tensor slot.
         module_tensors: by number.
-        tensors: of the result: specs of new ones, numbers of arguments.
-        outputs: numbers of the new values, None for arguments.
-        writes: of each argument that is written into: its slot, its spec afterwards, and the number of its new value.
-        draws: random numbers.
-        what: how errors call the result.
     """
+    function, args, kwargs = event.function, event.call.args, event.call.kwargs
+    inputs, specs = event.inputs, event.specs
+    what = f"the result of {function_name(function)} ({event.line})"
     source = Source()
     captured_tensors: dict[int, int] = {}
     captured_numbers: dict[int, int] = {}
-    if draws:
+    if event.draws:
         source.captures.append("recording.note_draw()")
     names: dict[int, str] = {}
     source.lines.append("def match(function, args, kwargs, recording):")
@@ -175,7 +158,7 @@ def make_matcher(
     missing = source.constant(object())
     for index, key in enumerate(kwargs):
         source.lines.append(f"    k{index} = kwargs.get({key!r}, {missing})")
-    grad, inference, autocast = state
+    grad, inference, autocast = event.state
     source.unless(f"grad() is not {grad} or inference() is not {inference} or autocast() is not {autocast is not None}")
     if autocast is not None:
         source.unless(f"{source.constant(autocast_state)}() != {source.constant(autocast)}")
@@ -258,7 +241,7 @@ def make_matcher(
     source.names["pool"] = pool
     found: list[str] = []
     shown = source.constant(what)
-    for spec, value in zip(tensors, outputs, strict=True):
+    for spec, value in zip(event.result.tensors, event.outputs, strict=True):
         if value is None:
             found.append(names[spec])  # type: ignore[index]
             continue
@@ -273,7 +256,7 @@ def make_matcher(
             f"        {name} = pool[{place}] = renewed({name}, {own}, {shown})",
             f"    {name}._pl_value = {source.constant(value)}; {name}._pl_recording = recording",
         ]
-    for slot, spec, value in writes:
+    for slot, spec, value in event.writes:
         number = source.constant(value)
         if type(inputs[slot]) is EarlierValue:
             source.lines.append(f"    recording.adopt({names[slot]}, {source.constant(spec)}, {number})")
@@ -284,7 +267,7 @@ def make_matcher(
             source.lines.append(f"    {names[slot]}._pl_value = {number}")
             if spec is not specs[slot]:
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(spec)})")
-    source.lines.append(f"    return {_result(source, layout, found)}")
+    source.lines.append(f"    return {_result(source, event.result.layout, found)}")
     return Matcher(source.function("match"), pool, captured_tensors, captured_numbers, len(source.captures))
 
 
