@@ -247,16 +247,8 @@ class CountedDraws(TorchFunctionMode):
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Reset torch's state to that outside of the step: no modes, autograd enabled, no autocast."""
-    modes = []
-    while _torch.num_function_modes():
-        modes.append(_torch.pop_function_mode())
-    autocast = autocast_state()
-    try:
-        with ExitStack() as stack:
-            for kind, *_ in autocast or ():
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(torch.set_grad_enabled(True))
-            yield
-    finally:
-        while modes:
-            _torch.push_function_mode(modes.pop())
+    with _torch.function_modes_taken_off(), ExitStack() as stack:
+        for kind, *_ in autocast_state() or ():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.set_grad_enabled(True))
+        yield

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
+from lightning_pipeline.recording.graph_walk import edges_before
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.transport import Transport
@@ -86,24 +87,12 @@ def _num_writes(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The leaves from which tensors were computed, each once, in the same order on all ranks."""
-    found: dict[int, Tensor] = {}
-    seen = set()
-    todo = []
-    for tensor in tensors:
-        if tensor.grad_fn is None:
-            found.setdefault(id(tensor), tensor)
-        todo.append(tensor.grad_fn)
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found.setdefault(id(node.variable), node.variable)
-            todo += [following for following, _ in node.next_functions]
-    return list(found.values())
+    found = [tensor for tensor in tensors if tensor.grad_fn is None]
+    edges = edges_before(tensors, ())
+    found += [edge.node.variable for _, _, edge in edges if hasattr(edge.node, "variable")]
+    return list({id(leaf): leaf for leaf in found}.values())
 
 
 def refusing_gradient(data: Tensor, line: str) -> Tensor:

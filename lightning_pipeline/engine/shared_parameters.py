@@ -98,7 +98,8 @@ class SharedGradients:
                 totals = []
                 for column in range(1, width):
                     givers = [giver for giver in reversed(stages) if present[giver][row][column]]
-                    totals.append(self._total(parameter, self._parts[name][column - 1], givers, transport))
+                    own = self._parts[name][column - 1]
+                    totals.append(_total(parameter, own, givers, transport, self._stage))
                 _set_gradient(parameter, _add_up(self._before[name], totals))
             elif self._stage in stages:
                 for part in self._parts[name]:
@@ -109,19 +110,6 @@ class SharedGradients:
                 if present[stages[0]][row][0] or any(any(present[giver][row][1:]) for giver in stages):
                     _spread_gradient(parameter, stages, transport, self._stage)
         transport.flush()
-
-    def _total(
-        self, parameter: nn.Parameter, own: Tensor | None, givers: Iterable[int], transport: Transport
-    ) -> Tensor | None:
-        """One micro-batch's gradient over all holders, the last stage's first."""
-        total: Tensor | None = None
-        for giver in givers:
-            part = own
-            if giver != self._stage:
-                part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared parameter's gradient")
-            assert part is not None
-            total = part if total is None else total + part
-        return total
 
 
 def shared_parameters(
@@ -149,19 +137,27 @@ def sum_over_holders(shared: Sequence[tuple[nn.Parameter, Stages]], transport: T
         givers = [holder for holder in reversed(stages) if present[holder][index]]
         if stage not in stages or not givers:
             continue
+        own = local_gradient(parameter)
         if stage == stages[0]:
-            total: Tensor | None = None
-            for giver in givers:
-                part = local_gradient(parameter)
-                if giver != stage:
-                    part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared gradient")
-                assert part is not None
-                total = part if total is None else total + part
-            _set_gradient(parameter, total)
-        elif (own := local_gradient(parameter)) is not None:
+            _set_gradient(parameter, _total(parameter, own, givers, transport, stage))
+        elif own is not None:
             transport.send(own.contiguous(), stages[0], Channel.SHARED)
         _spread_gradient(parameter, stages, transport, stage)
     transport.flush()
+
+
+def _total(
+    parameter: nn.Parameter, own: Tensor | None, givers: Iterable[int], transport: Transport, stage: int
+) -> Tensor | None:
+    """A gradient over all holders that have one, the last stage's first."""
+    total: Tensor | None = None
+    for giver in givers:
+        part = own
+        if giver != stage:
+            part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared parameter's gradient")
+        assert part is not None
+        total = part if total is None else total + part
+    return total
 
 
 def spread_from_owner(tensors: Sequence[tuple[Tensor, Sequence[int]]], transport: Transport | None, stage: int) -> None:

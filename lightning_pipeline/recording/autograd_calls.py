@@ -17,6 +17,7 @@ from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.event import GRADIENTS_SWITCHED, MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.execution import run_event, values_made
+from lightning_pipeline.recording.graph_walk import edges_before
 from lightning_pipeline.recording.inference import NOTHING, UNKNOWN, Inference, Result
 from lightning_pipeline.recording.matcher import UNLIKE, never
 from lightning_pipeline.recording.module_tensors import set_requires_grad
@@ -169,16 +170,7 @@ def _comes_from(tensor: Any, leaf: Tensor) -> bool:
     """Whether a tensor is a leaf of autograd, or was computed from it on every rank."""
     if tensor is leaf or not isinstance(tensor, Tensor):
         return tensor is leaf
-    todo, seen = [tensor.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is leaf:
-            return True
-        seen.add(node)
-        todo += [before for before, _ in node.next_functions]
-    return False
+    return any(getattr(edge.node, "variable", None) is leaf for _, _, edge in edges_before([tensor], ()))
 
 
 def of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference) -> dict[int, Tensor]:
