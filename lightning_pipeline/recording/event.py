@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,3 +202,19 @@ class Event:
                     value = base
             event = event.parent
         return value
+
+
+def checkpointed(events: Sequence[Event]) -> Iterator[tuple[int, int]]:
+    """The outermost checkpointed functions among events: the places where each begins and ends, if it does."""
+    depth = begins = 0
+    for place, event in enumerate(events):
+        if event.function is CHECKPOINT_BEGINS:
+            begins = begins if depth else place
+            depth += 1
+        elif event.function is CHECKPOINT_ENDS:
+            depth -= 1
+            assert depth >= 0
+            if not depth:
+                yield begins, place
+    if depth:
+        yield begins, len(events)

@@ -7,7 +7,7 @@ data by their type. What a call gives is found out once, on fake tensors.
 from __future__ import annotations
 
 import types
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,47 +96,47 @@ def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ca
     if name in _SCALED_BY_INTS:
         numbers = (float, int)
 
-    call.args = tuple([_walk(value, call, seen, numbers) for value in args])
-    call.kwargs = {key: _walk(value, call, seen, numbers) for key, value in kwargs.items()}
+    def taken(value: Any) -> Template:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            slot = seen.get(id(value))
+            if slot is None:
+                slot = seen[id(value)] = TensorSlot(len(call.tensors))
+                call.tensors.append(value)
+            return slot
+        # Nothing is no number like others: dropout of it gives its argument.
+        if (kind in numbers and value) or kind is Hook or isinstance(value, TakenAlong):
+            call.numbers.append(value)
+            return NumberSlot(len(call.numbers) - 1, kind)
+        return value
+
+    call.args = _mapped(tuple(args), taken)
+    call.kwargs = _mapped(kwargs, taken)
     return call
-
-
-def _walk(value: Any, call: Call, seen: dict[int, TensorSlot], numbers: tuple[type, ...]) -> Template:
-    # Not a function within: one that calls itself would hold the call's tensors until Python's collector comes.
-    kind = type(value)
-    if isinstance(value, Tensor):
-        slot = seen.get(id(value))
-        if slot is None:
-            slot = seen[id(value)] = TensorSlot(len(call.tensors))
-            call.tensors.append(value)
-        return slot
-    # Nothing is no number like others: dropout of it gives its argument.
-    if (kind in numbers and value) or kind is Hook or isinstance(value, TakenAlong):
-        call.numbers.append(value)
-        return NumberSlot(len(call.numbers) - 1, kind)
-    if kind is tuple or kind is list:
-        return kind([_walk(item, call, seen, numbers) for item in value])
-    if kind is slice:
-        return slice(*(_walk(part, call, seen, numbers) for part in (value.start, value.stop, value.step)))
-    if kind is dict:
-        return {key: _walk(item, call, seen, numbers) for key, item in value.items()}
-    return value
 
 
 def put_together(template: Template, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
     """The arguments again, around other tensors and numbers."""
+
+    def given(leaf: Any) -> Any:
+        kind = type(leaf)
+        if kind is TensorSlot:
+            return tensors[leaf.number]
+        return numbers[leaf.number] if kind is NumberSlot else leaf
+
+    return _mapped(template, given)
+
+
+def _mapped(template: Template, leaf: Callable[[Any], Any]) -> Any:
+    """Nested arguments with other leaves."""
     kind = type(template)
-    if kind is TensorSlot:
-        return tensors[template.number]
-    if kind is NumberSlot:
-        return numbers[template.number]
     if kind is tuple or kind is list:
-        return kind([put_together(item, tensors, numbers) for item in template])
+        return kind([_mapped(item, leaf) for item in template])
     if kind is slice:
-        return slice(*(put_together(part, tensors, numbers) for part in (template.start, template.stop, template.step)))
+        return slice(*(_mapped(part, leaf) for part in (template.start, template.stop, template.step)))
     if kind is dict:
-        return {key: put_together(item, tensors, numbers) for key, item in template.items()}
-    return template
+        return {key: _mapped(item, leaf) for key, item in template.items()}
+    return leaf(template)
 
 
 def with_index_of_tensors(args: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -164,35 +164,31 @@ def is_atom(value: Any) -> bool:
 
 def key_of(template: Template) -> Hashable:
     """Equal for equal templates; what cannot be compared counts as equal to itself alone."""
-    kind = type(template)
-    if kind in (TensorSlot, NumberSlot):
-        return template
-    if kind is tuple or kind is list:
-        return (kind, *map(key_of, template))
-    if kind is slice:
-        return (kind, *map(key_of, (template.start, template.stop, template.step)))
-    if kind is dict:
-        return (kind, *((name, key_of(item)) for name, item in template.items()))
-    if isinstance(template, _ATOMS):
-        return kind, template
-    return "object", id(template)
+    return _hashable(template, lambda leaf: (type(leaf), leaf) if is_atom(leaf) else ("object", id(leaf)))
 
 
 def shown(template: Template) -> Hashable:
     """As `key_of`, but with the same text on all ranks: what has none is known by its type."""
+    return _hashable(template, _shown)
+
+
+def _shown(leaf: Any) -> Hashable:
+    kind = type(leaf)
+    if isinstance(leaf, (types.BuiltinFunctionType, types.FunctionType)):
+        return kind, leaf.__qualname__
+    if isinstance(leaf, (str, torch.device)):
+        return kind, without_index(leaf)
+    return (kind, leaf) if is_atom(leaf) else (kind.__module__, kind.__qualname__)
+
+
+def _hashable(template: Template, leaf: Callable[[Any], Hashable]) -> Hashable:
     kind = type(template)
     if kind in (TensorSlot, NumberSlot):
         return template
     if kind is tuple or kind is list:
-        return (kind, *map(shown, template))
+        return (kind, *(_hashable(item, leaf) for item in template))
     if kind is slice:
-        return (kind, *map(shown, (template.start, template.stop, template.step)))
+        return (kind, *(_hashable(part, leaf) for part in (template.start, template.stop, template.step)))
     if kind is dict:
-        return (kind, *((shown(name), shown(item)) for name, item in template.items()))
-    if isinstance(template, (types.BuiltinFunctionType, types.FunctionType)):
-        return kind, template.__qualname__
-    if isinstance(template, (str, torch.device)):
-        return kind, without_index(template)
-    if isinstance(template, _ATOMS):
-        return kind, template
-    return kind.__module__, kind.__qualname__
+        return (kind, *((_hashable(name, leaf), _hashable(item, leaf)) for name, item in template.items()))
+    return leaf(template)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.beginnings import Beginnings
-from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.event import Event, checkpointed
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue
 from lightning_pipeline.recording.repeated_uses import is_differentiable, passed_on
@@ -80,22 +80,10 @@ def regions_of(events: Sequence[Event]) -> dict[int, Region]:
     One that takes gradients within is none: its tensors are kept, as the gradients need them before backward does.
     """
     found: dict[int, Region] = {}
-    kept: set[Region | None] = set()
-    depth = 0
-    region: Region | None = None
-    for number, event in enumerate(events):
-        if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
-            if depth == 0:
-                region = Region(number, event.call.args[0])
-            depth += 1
-        elif event.visit < 0 and event.function is CHECKPOINT_ENDS:
-            depth -= 1
-        elif depth:
-            assert region is not None
-            found[number] = region
-            if event.function is torch.autograd.grad:
-                kept.add(region)
-    return {number: region for number, region in found.items() if region not in kept}
+    for begins, ends in checkpointed(events):
+        if not any(event.function is torch.autograd.grad for event in events[begins:ends]):
+            found.update(dict.fromkeys(range(begins + 1, ends), Region(begins, events[begins].call.args[0])))
+    return found
 
 
 class Program:

@@ -30,7 +30,7 @@ from lightning_pipeline.partition.torch_functions import FunctionKind, function_
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.autograd_calls import Graph, of_any_shape
-from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, Event
+from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, Event, checkpointed
 from lightning_pipeline.recording.everywhere import compute_everywhere
 from lightning_pipeline.recording.execution import autocast_as, run_event, values_made
 from lightning_pipeline.recording.inference import UNKNOWN
@@ -169,14 +169,9 @@ def _last_saving(recording: Recording, one: ChangingCall, events: Sequence[Event
 
 def _outermost(events: Sequence[Event]) -> list[int]:
     """For each event its place, or that of the beginning of the checkpointed function that it is in."""
-    found: list[int] = []
-    depth = begins = 0
-    for place, event in enumerate(events):
-        if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
-            begins = begins if depth else place
-            depth += 1
-        found.append(begins if depth else place)
-        depth -= event.visit < 0 and event.function is CHECKPOINT_ENDS
+    found = list(range(len(events)))
+    for begins, ends in checkpointed(events):
+        found[begins : ends + 1] = [begins] * (ends + 1 - begins)
     return found
 
 

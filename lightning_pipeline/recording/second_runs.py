@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.autograd_calls import Graph
-from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_ENDS, MICROBATCHES_MEET, Event
+from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event, checkpointed
 from lightning_pipeline.recording.operation import TensorSlot
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def refuse_second_runs(recording: Recording, value: int) -> None:
         CheckpointError: there is one; the message names what it changes.
     """
     path = recording.event.path()
-    regions = list(_checkpointed(path))
+    regions = [path[begins : ends + 1] for begins, ends in checkpointed(path)]
     earlier = list(_backwards(path)) if regions else []
     if not earlier:
         return
@@ -69,21 +69,6 @@ def refuse_second_runs(recording: Recording, value: int) -> None:
                     f"so does the backward at {users_line()}: in each of them it would change "
                     f"{(written or changed)[0]} once more. Call it without the checkpoint, or change that outside of it"
                 )
-
-
-def _checkpointed(path: Sequence[Event]) -> Iterator[list[Event]]:
-    """The events of each outermost checkpointed function, from its beginning on."""
-    depth = 0
-    events: list[Event] = []
-    for event in path:
-        depth += event.visit < 0 and event.function is CHECKPOINT_BEGINS
-        if depth:
-            events.append(event)
-        if event.visit < 0 and event.function is CHECKPOINT_ENDS:
-            depth -= 1
-            if not depth:
-                yield events
-                events = []
 
 
 def _backwards(path: Sequence[Event]) -> Iterator[_Backward]:
