@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.work import LiveCount
 from lightning_pipeline.partition.memory import copied
-from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.provenance import is_same
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.tensor_meta import as_bytes, device_of, from_bytes, num_bytes, places
-from lightning_pipeline.runtime.transport import Transport
 
 _RECEIVES_AHEAD = 4
 """Number of micro-batches whose receives are posted ahead of need."""
@@ -27,33 +26,17 @@ class EarlyForwards:
 
     Args:
         microbatches: all micro-batches of the step; each has its `ahead` set.
-        placement: the rank of each virtual stage.
-        rank: this rank's place in the pipeline.
-        read_module: gives the data of tensors of the module on every rank; all ranks call it.
     """
 
-    def __init__(
-        self,
-        microbatches: Sequence[Microbatch],
-        placement: Sequence[int],
-        rank: int,
-        transport: Transport | None,
-        tensors: ModuleTensors,
-        device: torch.device,
-        *,
-        read_module: Callable[[Sequence[Tensor]], list[Tensor]],
-    ) -> None:
+    def __init__(self, microbatches: Sequence[Microbatch], shared: RankResources) -> None:
         self._microbatches = microbatches
-        self._placement = placement
-        self._rank = rank
-        self._transport = transport
-        self._tensors = tensors
-        self._device = device
+        self._placement, self._rank, self._transport = shared.placement, shared.rank, shared.transport
+        self._tensors, self._device = shared.tensors, shared.device
         numbers = {number: None for one in microbatches if one.ahead for number in one.ahead.expectation.module_reads}
-        own = [tensors.tensors[number] for number in numbers]
+        own = [self._tensors.tensors[number] for number in numbers]
         for one in microbatches[:_RECEIVES_AHEAD]:
             self._post(one)
-        self._of_module = dict(zip(map(id, own), read_module(own), strict=True)) if own else {}
+        self._of_module = dict(zip(map(id, own), shared.spread_module_tensors(own), strict=True)) if own else {}
 
     def note_written(self, state: Microbatch, visit: int) -> None:
         """Copy the module's tensors that a visit is about to modify in place, so that `pass_over` can restore them."""

@@ -58,7 +58,7 @@ class _Backward:
         self._program = program
         self._work = work
         self._retain_graph = retain_graph
-        self._hooks = HookCalls(run.state.recording, run.tensors, run.direct, run, run.seed)
+        self._hooks = HookCalls(run.state.recording, run)
         self._wanted = wanted = program.with_gradients(run.state.loss_value)
         self._hooked = self._visits_of_hooked(wanted)
         # A hook would see zeros from visits that the loss does not depend on.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,9 @@ from lightning_pipeline.recording.autograd_calls import Graph
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, put_together, take_apart, tensors_in
 from lightning_pipeline.recording.recording import Recording
-from lightning_pipeline.runtime.direct import DirectTransport
 
-
-class Data(Protocol):
-    """Brings data to every rank."""
-
-    def data_of(self, values: Sequence[int]) -> list[Tensor]: ...
-    def data_of_module(self, number: int) -> Tensor: ...
-    def gradients_of(self, call: Call, values: Mapping[int, int], visit: int) -> tuple[Tensor | None, ...]: ...
+if TYPE_CHECKING:
+    from lightning_pipeline.engine.in_order import InOrder
 
 
 class HookCalls:
@@ -38,27 +32,18 @@ class HookCalls:
 
     Args:
         recording: the recording of its step.
-        direct: sends to the other ranks; None if there are none.
-        seed: seeds the generators for a random draw.
+        run: which it runs in; brings data to every rank.
         keeps_graph: gradients have graphs of their own, as under ``create_graph=True``.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        tensors: ModuleTensors,
-        direct: DirectTransport | None,
-        data: Data,
-        seed: Callable[[int], None],
-        *,
-        keeps_graph: bool = False,
-    ) -> None:
+    def __init__(self, recording: Recording, run: InOrder, *, keeps_graph: bool = False) -> None:
+        tensors = run.tensors
         self._recording = recording
         self._tensors = tensors
-        self._direct = direct
+        self._direct = run.direct
         self._keeps_graph = keeps_graph
-        self._mode = _OnData(recording, tensors, data, keeps_graph=keeps_graph)
-        self._seed = seed
+        self._mode = _OnData(recording, run, keeps_graph=keeps_graph)
+        self._seed = run.seed
         self._generators = generators(tensors.tensors[0].device if tensors.tensors else torch.device("cpu"))
         self._random: list[Tensor] = []
         self._own = hooks_of_parameters(tensors)
@@ -144,11 +129,11 @@ class HookCalls:
 class _OnData(TorchFunctionMode):
     """While entered, functions called on placeholders run on their data."""
 
-    def __init__(self, recording: Recording, tensors: ModuleTensors, data: Data, *, keeps_graph: bool) -> None:
+    def __init__(self, recording: Recording, run: InOrder, *, keeps_graph: bool) -> None:
         super().__init__()
         self._recording = recording
-        self._tensors = tensors
-        self._data = data
+        self._tensors = run.tensors
+        self._data = run
         self._keeps_graph = keeps_graph
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,7 @@ rank sends what to which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_pipeline.engine.checkpointed import CheckpointedFunctions
 from lightning_pipeline.engine.gradient_hooks import HookCalls
 from lightning_pipeline.engine.leaf_gradients import refusing_gradient
 from lightning_pipeline.engine.microbatch import ContinuedStep, Microbatch
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.transfers import Transfers, by_leaves
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import begun_at, copied
@@ -27,13 +28,12 @@ from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, CHECKPOINT_END
 from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import HookTensor
-from lightning_pipeline.recording.module_tensors import ModuleTensors, set_requires_grad
+from lightning_pipeline.recording.module_tensors import set_requires_grad
 from lightning_pipeline.recording.module_writes import ModuleWrites
 from lightning_pipeline.recording.operation import Call, put_together
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES, is_differentiable
-from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
 
@@ -41,9 +41,7 @@ class InOrder:
     """Runs one micro-batch's events.
 
     Args:
-        placement: the rank of each virtual stage.
-        holders: gives the ranks that hold a tensor of the module, by number; the first one sends it to the others.
-        earlier: gives the data of an earlier micro-batch's value on every rank; all ranks call it.
+        states: all micro-batches of the step.
 
     Attributes:
         specs, homes: the spec of each value, and the visit that made it.
@@ -51,32 +49,18 @@ class InOrder:
     """
 
     def __init__(
-        self,
-        state: Microbatch,
-        specs: Sequence[TensorSpec],
-        placement: Sequence[int],
-        rank: int,
-        tensors: ModuleTensors,
-        direct: DirectTransport | None,
-        *,
-        holders: Callable[[int], Sequence[int]],
-        seed_draw: Callable[[int, int], None],
-        training: bool,
-        earlier: Callable[[Any, int], Tensor],
+        self, state: Microbatch, shared: RankResources, states: Sequence[Microbatch], *, training: bool
     ) -> None:
-        self._earlier = earlier
         self.state = state
-        self.placement = placement
-        self.rank = rank
-        self.tensors = tensors
-        self.direct = direct
-        self._holders = holders
-        self._seed_draw = seed_draw
+        self.placement, self.rank, self.rank_of = shared.placement, shared.rank, shared.rank_of
+        self.tensors, self.direct = shared.tensors, shared.direct
+        self._shared, self._states, self._holders = shared, states, shared.holders
+        specs = state.structure.large
         self.specs: dict[int, TensorSpec] = dict(enumerate(specs))
         self.homes: dict[int, int] = dict.fromkeys(range(len(specs)), 0)
         self.here: dict[tuple[int, int], Tensor] = {}
         self._beginnings = Beginnings(len(specs))
-        self.transfers = Transfers(state.index, placement, rank, direct, training=training)
+        self.transfers = Transfers(state.index, shared, training=training)
         self._done: Event | None = None
         self._writes = ModuleWrites()
         if state.carried is not None:
@@ -89,11 +73,10 @@ class InOrder:
             for event in state.carried.program.events:
                 self._writes.of(event)
             self._beginnings = Beginnings(len(specs), before.beginnings)
-        self.rank_of = self.transfers.rank_of
         self._checkpointed = CheckpointedFunctions(self.seed)
         self._came_frozen: set[tuple[int, int]] = set()  # of `here`, the module's tensors that gave no gradients then
         self._written_again: dict[int, tuple[int, Event]] = {}  # the module's tensors that backward writes into
-        if self.rank == placement[0]:
+        if self.rank == self.placement[0]:
             for value, tensor in enumerate(state.given):
                 self.here[0, value] = tensor
 
@@ -260,7 +243,7 @@ class InOrder:
 
     def _hooks(self, event: Event, recording: Recording) -> HookCalls:
         keeps_graph = bool(event.call.kwargs.get("create_graph"))
-        return HookCalls(recording, self.tensors, self.direct, self, self.seed, keeps_graph=keeps_graph)
+        return HookCalls(recording, self, keeps_graph=keeps_graph)
 
     def _note_written_again(self, number: int, visit: int, event: Event) -> None:
         """Note a write into the module that backward repeats, as it recomputes the function that makes it.
@@ -313,7 +296,11 @@ class InOrder:
                     tensor.copy_(data)
 
     def seed(self, number: int) -> None:
-        self._seed_draw(self.state.seed, number)
+        self._shared.draws.seed(self.state.seed, number)
+
+    def _earlier(self, recording: Recording, value: int) -> Tensor:
+        """The data of an earlier micro-batch's value, on every rank; all ranks call it."""
+        return self._shared.spread_kept(next(one for one in self._states if one.recording is recording), value)
 
     def _mark(self, event: Event) -> None:
         if event.function is CHECKPOINT_BEGINS:

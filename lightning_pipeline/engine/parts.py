@@ -114,8 +114,7 @@ class StepParts:
             state.program = part
             state.asked = tuple(sorted(v for v in own if v not in part.carried and v >= part.num_given))
             if state.carried is None:
-                shared = self._shared
-                transfers = Transfers(state.index, shared.placement, shared.rank, shared.direct, training=True)
+                transfers = Transfers(state.index, self._shared, training=True)
                 state.carried = ContinuedStep(recording.event, program, transfers)
             state.carried.crossing = part.crossing(state.asked)
             state.is_done = not part.has_events and meeting.what != BACKWARD

@@ -87,22 +87,7 @@ class PipelineStep:
             prepare: the same, called while the rank would otherwise wait; None for never.
         """
         shared = self.shared
-        visits = {
-            stage: Visit(
-                stage,
-                shared.placement,
-                transport=shared.transport,
-                microbatches=self.states,
-                record=record,
-                tensors=shared.tensors.tensors,
-                seed_draw=shared.draws.seed,
-                work=self.work,
-                live=self.live,
-                ahead=self.ahead,
-                offload=shared.offload,
-            )
-            for stage in shared.stages
-        }
+        visits = {stage: Visit(stage, self, record) for stage in shared.stages}
         for stage in visits:
             if stage + 1 in visits:
                 visits[stage].following, visits[stage + 1].preceding = visits[stage + 1], visits[stage]
@@ -130,16 +115,7 @@ class PipelineStep:
             with as_required(shared.tensors, state.recording.switched):
                 self.run.go_on(below=state.index)
             run = self.in_order[state.index] = InOrder(
-                state,
-                state.structure.large,
-                shared.placement,
-                shared.rank,
-                shared.tensors,
-                shared.direct,
-                holders=shared.holders,
-                seed_draw=shared.draws.seed,
-                training=self.work.loss_of is not None,
-                earlier=self._spread_kept_of,
+                state, shared, self.states, training=self.work.loss_of is not None
             )
         return run
 
@@ -186,15 +162,7 @@ class PipelineStep:
         for state, ahead in zip(self.states, expected, strict=True):
             state.ahead, state.program = ahead, ahead.expectation.program
             state.loss_value, state.asked = ahead.expectation.loss_value, ahead.expectation.asked
-        return EarlyForwards(
-            self.states,
-            shared.placement,
-            shared.rank,
-            shared.transport,
-            shared.tensors,
-            shared.device,
-            read_module=shared.spread_module_tensors,
-        )
+        return EarlyForwards(self.states, shared)
 
     def begin_recording(self, state: Microbatch) -> tuple[Recording, Any]:
         """Begin a micro-batch's recording. Returns it, and the batch with placeholders to pass to the step."""
@@ -296,9 +264,6 @@ class PipelineStep:
         """A tensor that a step returns; the module's own are detached into a value, as this rank may not hold them."""
         is_held = self.shared.tensors.number_of(tensor) is not None or holders_of(tensor) is not None
         return tensor.detach() if is_held else tensor
-
-    def _spread_kept_of(self, recording: Recording, value: int) -> Tensor:
-        return self.shared.spread_kept(next(one for one in self.states if one.recording is recording), value)
 
     # -- the end of the step ----------------------------------------------------------------------------------------
 

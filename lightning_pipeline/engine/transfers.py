@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import CaughtGradient
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import conform
 
 
@@ -119,18 +119,12 @@ class Transfers:
 
     Args:
         microbatch: its number, for errors.
-        placement: the rank of each virtual stage.
-        direct: to the other ranks; None without any.
         training: gradients go back.
     """
 
-    def __init__(
-        self, microbatch: int, placement: Sequence[int], rank: int, direct: DirectTransport | None, *, training: bool
-    ) -> None:
+    def __init__(self, microbatch: int, shared: RankResources, *, training: bool) -> None:
         self._microbatch = microbatch
-        self._placement = placement
-        self._rank = rank
-        self._direct = direct
+        self._rank, self._direct, self.rank_of = shared.rank, shared.direct, shared.rank_of
         self._training = training
         self._all: list[Transfer] = []
         self._uses: dict[int, list[Use]] = {}
@@ -138,10 +132,6 @@ class Transfers:
         self._first: dict[tuple[int, int], Transfer] = {}
         self.user: Event | None = None
         """The event that runs now."""
-
-    def rank_of(self, visit: int) -> int:
-        """The rank on which a visit runs."""
-        return self._placement[visit % len(self._placement)]
 
     def gives_gradient(self, spec: TensorSpec) -> bool:
         """Whether the gradient of a value is sent back to the visit that computed it."""

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.gradient_strides import GradientStrides
 from lightning_pipeline.engine.microbatch import ArrivedTensor, Microbatch, VisitState, take_earlier_values
-from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.transfers import requiring_gradients, written_into
 from lightning_pipeline.engine.waiting import WaitingActivations
-from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.backward_calls import backward_from, caught
 from lightning_pipeline.recording.execution import note_failed_call, visit_function
@@ -32,7 +29,9 @@ from lightning_pipeline.recording.split_backward import SplitBackward
 from lightning_pipeline.runtime.errors import PeerFailedError, PipelineTimeoutError
 from lightning_pipeline.runtime.tensor_meta import TensorMeta, arrived, conform, from_memory, wire, zeros_like
 from lightning_pipeline.runtime.topology import Channel
-from lightning_pipeline.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from lightning_pipeline.engine.step import PipelineStep
 
 
 class Visit:
@@ -40,13 +39,8 @@ class Visit:
 
     Args:
         visit: index of the visit, in the order of the forward pass.
-        placement: the rank of each visit.
-        microbatches: all micro-batches of the step.
+        step: which it belongs to.
         record: runs the user's step on a micro-batch, unless that has been done.
-        tensors: parameters and buffers of the module, by number.
-        seed_draw: seeds the generators for one random draw of a micro-batch.
-        ahead: manages micro-batches whose forward runs before the step's Python; None if there are none.
-        offload: sends activations to host memory; None if all stay.
 
     Attributes:
         following, preceding: the next and previous visit if they are on this rank, else None; set by the caller.
@@ -54,37 +48,22 @@ class Visit:
         ready_at: when the inputs of the last forward or backward had arrived (`time.perf_counter`).
     """
 
-    def __init__(
-        self,
-        visit: int,
-        placement: Sequence[int],
-        *,
-        transport: Transport | None,
-        microbatches: list[Microbatch],
-        record: Callable[[Microbatch], None],
-        tensors: list[Tensor],
-        seed_draw: Callable[[int, int], None],
-        work: StepTask,
-        live: LiveCount,
-        ahead: EarlyForwards | None,
-        offload: Offload | None,
-    ) -> None:
+    def __init__(self, visit: int, step: PipelineStep, record: Callable[[Microbatch], None]) -> None:
+        shared = step.shared
         self.visit = visit
         self.following: Visit | None = None
         self.preceding: Visit | None = None
         self.ready_at = 0.0
-        self._rank_before = placement[visit - 1]
-        self._rank_after = placement[(visit + 1) % len(placement)]
-        self._transport = transport
-        self._microbatches = microbatches
+        self._rank_before, self._rank_after = shared.rank_of(visit - 1), shared.rank_of(visit + 1)
+        self._transport = shared.transport
+        self._microbatches = step.states
         self._record = record
-        self._tensors = tensors
-        self._seed_draw = seed_draw
-        self._work = work
-        self._training = work.loss_of is not None
-        self._live = live
-        self._ahead = ahead
-        self.waiting = None if offload is None else WaitingActivations(visit, microbatches, live, offload)
+        self._tensors = shared.tensors.tensors
+        self._seed_draw = shared.draws.seed
+        self._work, self._live, self._ahead = step.work, step.live, step.ahead
+        self._training = step.work.loss_of is not None
+        offload = shared.offload
+        self.waiting = None if offload is None else WaitingActivations(visit, step.states, step.live, offload)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

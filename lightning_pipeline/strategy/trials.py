@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.engine.draws import Draws, set_aside
+from lightning_pipeline.engine.draws import set_aside
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.microbatch import Microbatch, Structure
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition import tree
@@ -31,7 +32,6 @@ from lightning_pipeline.planning.restoring import left_as_it_was
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
-from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.transport import Transport
 
@@ -264,11 +264,12 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
     num_stages = len(plan.stages)
     stages = resolve(module, plan.stage_config, num_stages)
     tensors = ModuleTensors(module, stages)
-    draws = Draws(module.device)
-    recorder = Recorder(tensors, KeyedCalls(module, stages), range(num_stages))
+    calls = KeyedCalls(module, stages)
+    shared = RankResources(0, [0] * num_stages, module.device, None, tensors, calls, lambda number: (0,))
+    recorder, draws = shared.recorder, shared.draws
     given, layout = tree.flatten(microbatch)
     state = Microbatch(0, Structure("trial", layout, []), layout, 1, 1.0, 1, True, 0)
-    data = _OnOneRank(state, tensors, num_stages, draws)
+    data = _OnOneRank(state, shared)
     # One recording must not leave anything on the module for the next, such as a metric's sums.
     with left_as_it_was(module, reached_by_trainer(module)), torch.set_grad_enabled(module.training), draws.kept():
         recording = Recording(recorder, recorder.beginning("trial", 0), data, lambda number: draws.seed(seed, number))
@@ -284,20 +285,9 @@ def _recorded(module: LightningModule, plan: StagePlan, step: Step, microbatch: 
 class _OnOneRank:
     """Gives a recording its data, from a module that is whole on this rank."""
 
-    def __init__(self, state: Microbatch, tensors: ModuleTensors, num_stages: int, draws: Draws) -> None:
-        self._tensors = tensors
-        self._run = InOrder(
-            state,
-            (),
-            [0] * num_stages,
-            0,
-            tensors,
-            None,
-            holders=lambda number: (0,),
-            seed_draw=draws.seed,
-            training=False,
-            earlier=_no_earlier_microbatch,
-        )
+    def __init__(self, state: Microbatch, shared: RankResources) -> None:
+        self._tensors = shared.tensors
+        self._run = InOrder(state, shared, [state], training=False)
 
     def let_go(self) -> None:
         """Free what was computed: views of buffers would count as the user's."""
@@ -318,7 +308,3 @@ class _OnOneRank:
     def shown(self, recording: Recording, value: int, show: Callable[[Tensor], str]) -> str:
         [tensor] = self.read_held([self._tensors.tensors[-1 - value]]) if value < 0 else self.read(recording, [value])
         return show(tensor)
-
-
-def _no_earlier_microbatch(recording: object, value: int) -> Tensor:
-    raise AssertionError("a trial has one micro-batch")
