@@ -74,14 +74,16 @@ class SharedGradients:
         for name, parameter in self._watched.items():
             if name not in exact:
                 _set_gradient(parameter, _add_up(self._before[name], self._parts[name]))
+        if complete:  # those that were not watched have one part
+            rest = {name: held for name, held in shared.items() if name not in exact}
+            self._before.update(dict.fromkeys(rest))
+            self._parts.update((name, [local_gradient(parameter)]) for name, (parameter, _) in rest.items())
+            exact.update(rest)
         if exact and self._transport is not None:
-            self._finish_exact(exact, self._transport, complete or self._are_seen)
-        if complete:
-            rest = [held for name, held in shared.items() if name not in exact]
-            sum_over_holders(rest, self._transport, self._stage)
+            self._add_up_over_holders(exact, self._transport, complete or self._are_seen)
         self._watched, self._before, self._parts = {}, {}, {}
 
-    def _finish_exact(
+    def _add_up_over_holders(
         self, exact: Mapping[str, tuple[nn.Parameter, Stages]], transport: Transport, spreads: bool
     ) -> None:
         width = 1 + max(len(self._parts[name]) for name in exact)
@@ -98,18 +100,36 @@ class SharedGradients:
                 totals = []
                 for column in range(1, width):
                     givers = [giver for giver in reversed(stages) if present[giver][row][column]]
-                    own = self._parts[name][column - 1]
-                    totals.append(_total(parameter, own, givers, transport, self._stage))
+                    totals.append(self._total(parameter, self._parts[name][column - 1 :][:1], givers, transport))
                 _set_gradient(parameter, _add_up(self._before[name], totals))
             elif self._stage in stages:
                 for part in self._parts[name]:
                     if part is not None:
                         transport.send(part.contiguous(), stages[0], Channel.SHARED)
+            self._parts[name].clear()
         if spreads:
             for row, (parameter, stages) in enumerate(exact.values()):
                 if present[stages[0]][row][0] or any(any(present[giver][row][1:]) for giver in stages):
                     _spread_gradient(parameter, stages, transport, self._stage)
         transport.flush()
+
+    def _total(
+        self, parameter: nn.Parameter, own: Sequence[Tensor | None], givers: Iterable[int], transport: Transport
+    ) -> Tensor | None:
+        """One micro-batch's gradient over all holders, the last stage's first.
+
+        Args:
+            own: this stage's, if it has one.
+        """
+        total: Tensor | None = None
+        for giver in givers:
+            if giver == self._stage:
+                [part] = own
+            else:
+                part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared parameter's gradient")
+            assert part is not None
+            total = part if total is None else total + part
+        return total
 
 
 def shared_parameters(
@@ -124,40 +144,6 @@ def shared_parameters(
             seen.add(id(parameter))
             found[name] = (parameter, ownership.holders[name])
     return found
-
-
-def sum_over_holders(shared: Sequence[tuple[nn.Parameter, Stages]], transport: Transport | None, stage: int) -> None:
-    """Give every holder of a parameter the sum of all holders' gradients."""
-    if transport is None or not shared:
-        return
-    here = [1.0 if stage in stages and parameter.grad is not None else 0.0 for parameter, stages in shared]
-    table = transport.all_gather_vector(torch.tensor(here, dtype=torch.float64), "presence of shared gradients")
-    present = table.bool().tolist()
-    for index, (parameter, stages) in enumerate(shared):
-        givers = [holder for holder in reversed(stages) if present[holder][index]]
-        if stage not in stages or not givers:
-            continue
-        own = local_gradient(parameter)
-        if stage == stages[0]:
-            _set_gradient(parameter, _total(parameter, own, givers, transport, stage))
-        elif own is not None:
-            transport.send(own.contiguous(), stages[0], Channel.SHARED)
-        _spread_gradient(parameter, stages, transport, stage)
-    transport.flush()
-
-
-def _total(
-    parameter: nn.Parameter, own: Tensor | None, givers: Iterable[int], transport: Transport, stage: int
-) -> Tensor | None:
-    """A gradient over all holders that have one, the last stage's first."""
-    total: Tensor | None = None
-    for giver in givers:
-        part = own
-        if giver != stage:
-            part = transport.recv(_meta(parameter), giver, Channel.SHARED).wait("a shared parameter's gradient")
-        assert part is not None
-        total = part if total is None else total + part
-    return total
 
 
 def spread_from_owner(tensors: Sequence[tuple[Tensor, Sequence[int]]], transport: Transport | None, stage: int) -> None:
