@@ -128,7 +128,10 @@ class _Writer:
         self._indent = 1
         self._used: set[str] = set()  # variables, since a region began
         self._made: set[str] = set()
-        self._variables: dict[int, str] = {}  # of values that are made here, or written into
+        given = [*range(program.num_given if visit == 0 else 0)]
+        given += [value for value, home in program.carried.items() if home == visit]
+        # Of values that are given, made here, or written into.
+        self._variables: dict[int, str] = {value: f"batch[{value}]" for value in given}
         self._grad: bool | None = None
         self._autocast: Any = None
 
@@ -136,12 +139,6 @@ class _Writer:
         program, plan = self._program, self._plan
         received = ", ".join(_of(strand) for strand in plan.receives)
         self._line("def visit(received, captured, tensors, seed, batch):", indent=0)
-        if self._visit == 0:
-            for value in range(program.num_given):
-                self._variables[value] = f"batch[{value}]"
-        for value, home in program.carried.items():
-            if home == self._visit:
-                self._variables[value] = f"batch[{value}]"
         if received:
             self._line(f"{received}{',' * (len(plan.receives) == 1)} = received")
             self._line("del received")
@@ -318,29 +315,29 @@ class _Writer:
 
     def _last_uses(self) -> dict[int, set[str]]:
         """Variables that nobody needs after an event."""
-        given = [*range(self._program.num_given if self._visit == 0 else 0)]
-        given += [value for value, home in self._program.carried.items() if home == self._visit]
-        names: dict[int, str] = {value: f"batch[{value}]" for value in given}
+        names = {**self._variables}
         last: dict[str, int] = {}
+
+        def named(value: int, strand: Strand | None) -> str:
+            return names.get(value, f"v{value}") if strand is None else _of(strand)
+
         for number in self._plan.events:
             event = self._program.events[number]
             for value in event.inputs:
                 strand = self._plan.operands.get((number, value)) if type(value) is int else None
                 if type(value) is int and (value >= 0 or strand is not None):
-                    last[names.get(value, f"v{value}") if strand is None else _of(strand)] = number
+                    last[named(value, strand)] = number
             for value in event.outputs:
                 if value is not None:
                     last[f"v{value}"] = number
             for slot, _, value in event.writes:
                 before = event.inputs[slot]
                 if type(before) is int and before >= 0:
-                    strand = self._plan.operands.get((number, before))
-                    names[value] = names.get(before, f"v{before}") if strand is None else _of(strand)
+                    names[value] = named(before, self._plan.operands.get((number, before)))
                     last[names[value]] = number
-        needed = {names.get(s.value, f"v{s.value}") if o is None else _of(o) for s, o in self._plan.sends.items()}
-        needed |= {names.get(value, f"v{value}") for value in self._kept}
-        for fork in self._plan.forks:
-            needed.add(_of(fork.source) if fork.source else names.get(fork.strand.value, f"v{fork.strand.value}"))
+        needed = {named(strand.value, source) for strand, source in self._plan.sends.items()}
+        needed |= {named(value, None) for value in self._kept}
+        needed |= {named(fork.strand.value, fork.source) for fork in self._plan.forks}
         found: dict[int, set[str]] = {}
         for name, number in last.items():
             if name not in needed and not name.startswith("batch"):
