@@ -16,7 +16,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.expectations import Expectation
 from lightning_pipeline.engine.leaf_gradients import refusing_gradient
-from lightning_pipeline.engine.offloading import Parcel
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import fill
 from lightning_pipeline.partition.microbatch import Overlaps
@@ -26,6 +25,7 @@ from lightning_pipeline.partition.tree import Layout
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.program import Program, Strand
 from lightning_pipeline.recording.recording import Recording
+from lightning_pipeline.recording.saved_tensors import Block
 from lightning_pipeline.recording.split_backward import SplitBackward
 from lightning_pipeline.runtime.backends import bytes_of
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
@@ -161,7 +161,7 @@ class VisitState:
         gradients: gradients of the inputs, to be sent to the previous visit.
         outputs: tensors to be sent to the next visit.
         split: the backward that `backward_input` began and `backward_weight` finishes.
-        parcel: what of its saved tensors is in host memory, or on its way; None for nothing.
+        away: what of its saved tensors is in host memory, or on its way, by memory; None for nothing.
         kept_leaves, kept_edges: leaves and edges through which a later part of the step may run backward.
         is_posted, are_gradients_posted: whether the receives are posted.
     """
@@ -174,7 +174,7 @@ class VisitState:
     gradients: list[Tensor] = field(default_factory=list)
     outputs: list[tuple[Strand, Tensor]] = field(default_factory=list)
     split: SplitBackward | None = None
-    parcel: Parcel | None = None
+    away: dict[int, Block] | None = None
     kept_leaves: dict[Strand, Tensor] = field(default_factory=dict)
     kept_edges: dict[Strand, GradientEdge | Tensor] = field(default_factory=dict)
     is_posted: bool = False

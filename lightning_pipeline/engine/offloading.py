@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pipeline import _torch
-from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.recording.saved_tensors import Block, HostMemory, SavedMemory, memories_of
 from lightning_pipeline.schedules import Action, Kind
 from lightning_pipeline.schedules.offloading import away_in, by_place
@@ -106,15 +105,15 @@ class Offload:
             self._measure()
         return saved
 
-    def send(self, stage: int, saved: SavedMemory) -> Parcel:
-        """Begin to copy what a micro-batch has saved to host memory."""
+    def send(self, stage: int, saved: SavedMemory) -> dict[int, Block]:
+        """Begin to copy what a micro-batch has saved to host memory. Returns it, by memory on the device."""
         blocks = saved.send(self.share, self._memory)
         self.sent[stage] = sum(saved.sizes[memory] for memory in blocks)
-        return Parcel(blocks)
+        return blocks
 
-    def fetch(self, parcel: Parcel) -> None:
+    def fetch(self, blocks: Iterable[Block]) -> None:
         """Begin to copy it back."""
-        back = [block.fetch() for block in parcel.blocks.values()]
+        back = [block.fetch() for block in blocks]
         if self.measures:
             self._live += ((_torch.StorageWeakRef(memory), memory.nbytes()) for memory in back)
             self._measure()
@@ -122,27 +121,3 @@ class Offload:
     def _measure(self) -> None:
         self._live = [(ref, size) for ref, size in self._live if not ref.expired()]
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live))
-
-
-class Parcel:
-    """What of one micro-batch's visit is in host memory, or on its way."""
-
-    def __init__(self, blocks: dict[int, Block]) -> None:
-        self.blocks = blocks
-
-    def let_go(self, leaves: Iterable[Tensor]) -> None:
-        """Free the memory on the device.
-
-        Args:
-            leaves: received tensors that begin the graph. Backward needs their place in it, not their data.
-        """
-        for leaf in leaves:
-            if memory_of(leaf) in self.blocks:
-                leaf.data = leaf.new_empty(0)
-        for block in self.blocks.values():
-            block.let_go()
-
-    def arrive(self) -> None:
-        """Let what follows wait for the memory on the device."""
-        for block in self.blocks.values():
-            block.arrive()

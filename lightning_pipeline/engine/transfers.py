@@ -167,7 +167,7 @@ class Transfers:
         transfer = Transfer(value, source, destination, num_parts)
         returns = self.gives_gradient(spec)
         if returns:
-            self._note(transfer)
+            self.add(transfer)
         arrived = None
         if sender == self._rank:
             assert own is not None
@@ -211,7 +211,7 @@ class Transfers:
             num_parts: as for `move`.
         """
         transfer = Transfer(value, source, destination, num_parts)
-        self._note(transfer)
+        self.add(transfer)
         if own is not None:
             transfer.leave(own)
         if there is None:
@@ -249,10 +249,6 @@ class Transfers:
                 "the first one, or run the forward again"
             )
         return found
-
-    def add(self, transfer: Transfer) -> None:
-        """Add a transfer that was made by the schedule."""
-        self._note(transfer)
 
     def note_another_user(self, value: int, destination: int) -> None:
         """Record that the event that runs now uses what has come to a visit for another one, too."""
@@ -316,7 +312,8 @@ class Transfers:
         self._uses.clear()
         self._first.clear()
 
-    def _note(self, transfer: Transfer) -> None:
+    def add(self, transfer: Transfer) -> None:
+        """Take in a transfer, which is the next use of its value."""
         if self.user is not None and not transfer.users:
             transfer.users.append(self.user)
         self._all.append(transfer)

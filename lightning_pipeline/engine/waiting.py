@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, Node
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.work import LiveCount
+from lightning_pipeline.partition.memory import memory_of
 
 
 class WaitingActivations:
@@ -35,31 +36,37 @@ class WaitingActivations:
         nodes = self._saving_nodes(state)
         if nodes and not state.is_done:
             saved = self._offload.note(self._visit, nodes, self._held_of(state))
-            state.on(self._visit).parcel = self._offload.send(self._visit, saved)
+            state.on(self._visit).away = self._offload.send(self._visit, saved)
 
     def settle(self, microbatch: int) -> None:
         """Free what has gone to host memory."""
         state = self._microbatches[microbatch]
         inside = state.on(self._visit)
-        if inside.parcel is not None:
+        if inside.away is not None:
             crossing = inside.kept_leaves.values()  # a later part of the step uses their data
-            inside.parcel.let_go(leaf for leaf in inside.received.values() if all(leaf is not one for one in crossing))
+            for leaf in inside.received.values():
+                # Backward needs its place in the graph, not its data.
+                if memory_of(leaf) in inside.away and all(leaf is not one for one in crossing):
+                    leaf.data = leaf.new_empty(0)
+            for block in inside.away.values():
+                block.let_go()
             self._note_away(state, -1)
 
     def fetch(self, microbatch: int) -> None:
         """Begin to copy it back."""
         state = self._microbatches[microbatch]
-        parcel = state.on(self._visit).parcel
-        if parcel is not None:
-            self._offload.fetch(parcel)
+        away = state.on(self._visit).away
+        if away is not None:
+            self._offload.fetch(away.values())
             self._note_away(state, 1)
 
     def arrive(self, microbatch: int) -> None:
         """Let the backward that follows wait for it."""
         inside = self._microbatches[microbatch].on(self._visit)
-        if inside.parcel is not None:
-            inside.parcel.arrive()
-            inside.parcel = None
+        if inside.away is not None:
+            for block in inside.away.values():
+                block.arrive()
+            inside.away = None
 
     def _note_away(self, state: Microbatch, sign: int) -> None:
         share = sign * self._offload.share

@@ -52,13 +52,8 @@ class FunctionState(TakenAlong):
 def changed(before: Found, now: Found) -> str | None:
     """The name of what is another one now; None if nothing is."""
     then, later = dict(before), dict(now)
-    missing = _Missing
-    names = (name for name in {**later, **then} if not _is_same(then.get(name, missing), later.get(name, missing)))
+    names = (name for name in {**later, **then} if not _is_same(then.get(name, _EMPTY), later.get(name, _EMPTY)))
     return next(names, None)
-
-
-class _Missing:
-    """Stands for what is not there."""
 
 
 def state_of(cls: type, args: Sequence[Any]) -> FunctionState | None:
@@ -107,6 +102,7 @@ def use_of(cls: type, objects: Sequence[Any]) -> Found:
 
 
 _EMPTY = object()
+"""Stands for what is not there."""
 
 
 def _content(cell: Any) -> Any:

@@ -200,7 +200,7 @@ def _saving(recording: Recording, events: Sequence[Event], outer: Sequence[int])
                 if type(value) is int:
                     fakes[value] = operands[-1]
             try:
-                with saved_tensors_hooks(pack, _same):
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
                     made = run_event(event, operands, captured, lambda number: None)
             except UNKNOWN:  # as for a mask, which is saved
                 found |= {place} if event.gives_gradients() else set()
@@ -208,10 +208,6 @@ def _saving(recording: Recording, events: Sequence[Event], outer: Sequence[int])
             else:
                 fakes.update(values_made(event, operands, made))
     return found
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _Stopped(BaseException):

@@ -57,7 +57,7 @@ class Frame:
 
     def keeping_nothing(self) -> saved_tensors_hooks:
         """While entered, a place is saved for backward where a tensor would be."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        return saved_tensors_hooks(self._pack, Place.get)
 
     def compute(self) -> None:
         """Compute the tensors again, and put them in their places."""
@@ -72,7 +72,7 @@ class Frame:
                 )
         before = torch.is_grad_enabled()
         try:
-            with torch.enable_grad(), saved_tensors_hooks(self._put, _same):
+            with torch.enable_grad(), saved_tensors_hooks(self._put, lambda tensor: tensor):
                 function(*(one.get() if isinstance(one, _SavedInput) else one for one in self._inputs))
         except _AllThere:
             pass
@@ -159,14 +159,6 @@ class Place(Saved):
 
 class _AllThere(BaseException):
     """Ends a recomputation. No Exception, so that no handler of the user's catches it."""
-
-
-def _unpack(place: Place) -> Tensor:
-    return place.get()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _metadata(tensor: Tensor) -> Metadata:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.autograd.variable import Variable
 
 from lightning_pipeline import _torch
+from lightning_pipeline.recording.backward_calls import backward_from
 from lightning_pipeline.recording.graph_walk import LEAF, Branch, Walk
 from lightning_pipeline.recording.recomputation import Saved
 from lightning_pipeline.recording.saved_tensors import saved_names
@@ -97,8 +97,9 @@ class SplitBackward:
         leaves = [leaf for region in dict.fromkeys(regions) if region.mixed for leaf in region.leaves]
         self._junctions = [
             _Junction(node, left)
-            for node, branches in sorted(walk.junctions.items(), key=_made_at, reverse=True)  # as backward runs them
-            if (left := [branch for branch in branches if not branch.region.mixed])
+            # As backward runs them.
+            for node in sorted(walk.junctions, key=lambda node: node._sequence_nr(), reverse=True)
+            if (left := [branch for branch in walk.junctions[node] if not branch.region.mixed])
         ]
         again = {junction.node for junction in self._junctions if not junction.is_function}
         for junction in self._junctions:
@@ -127,7 +128,10 @@ class SplitBackward:
         return found[: len(inputs)]
 
     def weight_gradients(self) -> None:
-        """The second half: add the leaves' gradients to their `.grad`, and free the graph."""
+        """The second half: add the leaves' gradients to their `.grad`, and free the graph.
+
+        Gradients are as nodes return them, which may have to be expanded or cast, as the engine does between nodes.
+        """
         starts, gradients, junctions = self._roots, self._gradients, self._junctions
         self._roots, self._gradients, self._junctions = [], [], []
         junctions.reverse()  # so that each is freed as it is popped
@@ -138,12 +142,10 @@ class SplitBackward:
             for branch, gradient in _through_junctions(some):
                 (starts if branch.region.shared else own).append(branch.edge)
                 (gradients if branch.region.shared else own_gradients).append(gradient)
-            _run_branches(own, own_gradients)
-        _run_branches(starts, gradients)
-
-
-def _made_at(junction: tuple[Node, list[Branch]]) -> int:
-    return junction[0]._sequence_nr()
+            if own:
+                backward_from(own, own_gradients)
+        if starts:
+            backward_from(starts, gradients)
 
 
 def _one_for(root: Tensor | GradientEdge) -> Tensor:
@@ -221,17 +223,6 @@ def _through_junctions(junctions: list[_Junction]) -> list[tuple[Branch, Tensor]
     wanted = [branch.edge for junction in junctions for branch in junction.branches if not junction.is_function]
     torch.autograd.grad(start, [get_gradient_edge(start), *wanted], torch.ones(()), allow_unused=True)
     return found
-
-
-def _run_branches(starts: list[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Backward from `starts`, with gradients as nodes return them, which may have to be expanded or cast.
-
-    `torch.autograd.backward` would refuse such gradients; the engine converts them, as it does between nodes.
-    """
-    if starts:
-        Variable._execution_engine.run_backward(
-            tuple(starts), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
 
 
 @contextmanager
