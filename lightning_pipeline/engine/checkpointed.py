@@ -47,10 +47,10 @@ class CheckpointedFunctions:
         """Take note of functions that take gradients within: their tensors are kept.
 
         Args:
-            todo: what is to run, the last event first.
+            todo: what is to run, in order.
         """
         depth, begins = self._depth, None
-        for event in reversed(todo):
+        for event in todo:
             if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
                 begins = begins if depth else event
                 depth += 1

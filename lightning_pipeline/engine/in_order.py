@@ -82,18 +82,13 @@ class InOrder:
 
     def run_up_to(self, end: Event) -> None:
         """Run the events of a path up to `end` that have not run yet."""
-        todo: list[Event] = []
-        event: Event | None = end
-        while event is not None and event.parent is not None and event is not self._done:
-            todo.append(event)
-            event = event.parent
-        self._done = end
-        for event in todo:
+        todo, self._done = end.path(self._done), end
+        for event in reversed(todo):
             if event.visit < 0 and event.function is GRADIENTS_SWITCHED:
                 number, before, _ = event.call.args
                 set_requires_grad(self.tensors.tensors[number], before)
         self._checkpointed.note_gradients(todo)
-        for event in reversed(todo):
+        for event in todo:
             self._run(event)
         assert self.state.recording is not None
         self.state.recording.switched.clear()

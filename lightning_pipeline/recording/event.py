@@ -172,11 +172,11 @@ class Event:
     def name(self) -> str:
         return function_name(self.function)
 
-    def path(self) -> list[Event]:
-        """The events up to here, the first one first."""
+    def path(self, after: Event | None = None) -> list[Event]:
+        """The events up to here, the first one first: all of them, or those after one."""
         found: list[Event] = []
         event: Event | None = self
-        while event is not None and event.parent is not None:
+        while event is not None and event.parent is not None and event is not after:
             found.append(event)
             event = event.parent
         found.reverse()

@@ -85,14 +85,8 @@ class ChangingCall:
 
     def events(self) -> list[Event]:
         """What it has called, in order."""
-        found = []
-        event: Event | None = self.ends.parent
-        while event is not self.begins:
-            assert event is not None
-            found.append(event)
-            event = event.parent
-        found.reverse()
-        return found
+        assert self.ends.parent is not None
+        return self.ends.parent.path(self.begins)
 
 
 def run_again(recording: Recording, loss: Any, *, is_last: bool = True) -> None:
@@ -142,13 +136,10 @@ def refuse_with_gradients(recording: Recording, begins: Event, changed: Sequence
     """
     line, recording.checkpoints.gradients_taken_at = recording.checkpoints.gradients_taken_at, ""
     written = list(changed)
-    event: Event | None = recording.event
-    while event is not begins:
-        assert event is not None
-        for slot, _, _ in event.writes if event.visit >= 0 else ():
+    for event in reversed(recording.event.path(begins)):
+        for slot, _, _ in event.writes:
             if type(value := event.inputs[slot]) is int and value < 0:
                 written.append(recording.tensors.names[-1 - value][0])
-        event = event.parent
     if written:
         raise CheckpointError(
             f"a checkpointed function takes gradients by torch.autograd.grad ({line}), for which it runs again, and "
