@@ -22,9 +22,6 @@ class CheckpointedFunctions:
         function    visit 2: norm, linear      visit 4: tanh, linear      visit 2: a counter
         backward    visit 4: tanh, linear      visit 2: norm, linear, a counter
 
-    Args:
-        seed: starts the random numbers of a draw.
-
     Attributes:
         is_kept: the tensors of the function that runs are kept, as it takes gradients within.
     """
@@ -44,11 +41,7 @@ class CheckpointedFunctions:
         return self._depth > 0
 
     def note_gradients(self, todo: Sequence[Event]) -> None:
-        """Take note of functions that take gradients within: their tensors are kept.
-
-        Args:
-            todo: what is to run, in order.
-        """
+        """Take note of functions that take gradients within: their tensors are kept."""
         depth, begins = self._depth, None
         for event in todo:
             if event.visit < 0 and event.function is CHECKPOINT_BEGINS:
@@ -78,11 +71,7 @@ class CheckpointedFunctions:
             self._latest = max(self._latest, visit)
 
     def part_of(self, visit: int, captured: Sequence[Any]) -> Repeated | None:
-        """What a visit of this rank computes again; None outside of functions.
-
-        Args:
-            captured: what the recording has taken along.
-        """
+        """What a visit of this rank computes again; None outside of functions."""
         part = self._parts.get(visit)
         if self._depth and part is None and not self.is_kept:
             part = self._parts[visit] = Repeated(captured, self._seed, self._stops_early)
@@ -100,12 +89,7 @@ class CheckpointedFunctions:
 
 
 class Repeated:
-    """The events of a checkpointed function on one visit, which run again in backward.
-
-    Args:
-        captured: what the recording has taken along.
-        seed: starts the random numbers of a draw.
-    """
+    """The events of a checkpointed function on one visit, which run again in backward."""
 
     def __init__(self, captured: Sequence[Any], seed: Callable[[int], None], stops_early: bool) -> None:
         self._captured = captured

@@ -32,10 +32,8 @@ class Announcement:
 
     Attributes:
         numbers: number of each micro-batch's structure.
-        sizes: number of samples of each micro-batch.
         new: structures announced for the first time, by number.
         layouts: by micro-batch, layouts that differ from their structure's in constants.
-        are_counted: whether the sizes are known.
         beginnings: by micro-batch, where its tensors begin in memory (`beginning`), if any is not 0.
     """
 
@@ -73,10 +71,8 @@ class Delivery:
     """Delivers the batches of one pipeline.
 
     Args:
-        rank: this rank's place in the pipeline.
         placement: the rank of each virtual stage. The first rank has the batches, and that of the first stage is given
             their large tensors.
-        transport: None where there is one rank.
     """
 
     def __init__(self, rank: int, placement: Sequence[int], transport: Transport | None) -> None:
@@ -95,11 +91,7 @@ class Delivery:
     def announce(
         self, work: StepTask, microbatches: list[Any] | None
     ) -> tuple[list[Microbatch], list[list[Tensor]] | None]:
-        """Announce the step's micro-batches. Returns their states, and on the first rank their tensors.
-
-        Args:
-            microbatches: the micro-batches, on the first rank; None elsewhere.
-        """
+        """Announce the step's micro-batches. Returns their states, and on the first rank their tensors."""
         tensors: list[list[Tensor]] | None = None
         if self._rank == 0:
             assert microbatches is not None

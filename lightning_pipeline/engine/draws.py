@@ -135,12 +135,7 @@ class Draws:
         self._generators = generators(device)
 
     def seed(self, microbatch: int, number: int) -> None:
-        """Seed the generators for one random draw.
-
-        Args:
-            microbatch: seed of the micro-batch.
-            number: number of the draw in the micro-batch.
-        """
+        """Seed the generators for one random draw."""
         seed = mix(microbatch, number)
         if number >= _SEEDED:
             place = number >> _WITHIN << _WITHIN

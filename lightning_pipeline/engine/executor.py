@@ -61,7 +61,6 @@ class RankProgram:
         prepared: the micro-batches that can be prepared after each call. A receive is waited for by the computation
             behind it, so the last send or receive before one has them: no send waits for a preparation. In the warm-up
             a stage waits for one micro-batch per stage before it.
-        is_backward: whether each call belongs to a backward.
     """
 
     def __init__(self, actions: Sequence[Action], *, offload: float | None = None) -> None:
@@ -98,7 +97,6 @@ class ScheduleRun:
     """Runs a step's actions in order. A computation starts when its inputs have arrived: that wait is the bubble.
 
     Args:
-        stages: this rank's virtual stages, by number.
         observe: called with each action and its start and end in seconds (`time.perf_counter`).
         before_backward: called with a micro-batch before each of its backward actions. It may call `go_on`.
         prepare: called with a micro-batch that there is time to prepare. It may call `go_on`.

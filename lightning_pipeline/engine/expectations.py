@@ -37,14 +37,10 @@ class Expectation:
     """How the step of a kind of micro-batch is expected to run.
 
     Attributes:
-        program: the program that is expected to run.
-        end: the last event of its path.
         path: the events from the beginning to the end, both included.
         origins: how to make the tensors and numbers that the events capture.
         loss_value: number of the loss; -1 for none.
         asked: values that are needed after the step.
-        reads: values that the step reads.
-        module_reads: numbers of the module's tensors that the step reads.
         written: by visit, numbers of the module's tensors that the program modifies in place.
     """
 

@@ -40,7 +40,6 @@ class FullySharded:
     Args:
         replicas: the ranks that hold the same stages.
         mesh: these ranks, as the dimension "data", or "data_parallel" of the mesh that tensor parallelism uses.
-        gradients_mean: gradients are averaged over replicas; else summed.
 
     Attributes:
         kept: memory of whole parameters that the user's code has kept.

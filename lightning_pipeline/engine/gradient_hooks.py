@@ -31,7 +31,6 @@ class HookCalls:
     """Runs the gradient hooks of one micro-batch on every rank.
 
     Args:
-        recording: the recording of its step.
         run: which it runs in; brings data to every rank.
         keeps_graph: gradients have graphs of their own, as under ``create_graph=True``.
     """

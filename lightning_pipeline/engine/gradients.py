@@ -67,12 +67,9 @@ class Gradients:
     """Sums a step's gradients over the stages that share a parameter and over replicas, and keeps them until asked.
 
     Args:
-        module: the LightningModule.
-        stages: this rank's virtual stages.
         leaves: names of the modules that are sharded one by one.
         group: the ranks that hold the same as this one, over which gradients are reduced; None if there are none.
         parts: how many of them share the sequences of a replica (`context`).
-        gradients_mean: average gradients over replicas; else sum them.
         sharded: shards parameters over replicas; None keeps them whole.
     """
 
@@ -158,7 +155,6 @@ class Gradients:
         Args:
             first: the batch begins an accumulation window.
             complete: the batch ends it, so the gradients are summed over replicas.
-            unseen: parameters whose gradients of the last window nobody needs.
             are_seen: hooks see gradients within a window.
         """
         self._complete = complete

@@ -40,9 +40,6 @@ from lightning_pipeline.runtime.tensor_meta import conform
 class InOrder:
     """Runs one micro-batch's events.
 
-    Args:
-        states: all micro-batches of the step.
-
     Attributes:
         specs, homes: the spec of each value, and the visit that made it.
         here: this rank's tensors, by visit and value.

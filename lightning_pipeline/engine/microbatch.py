@@ -163,7 +163,6 @@ class VisitState:
         split: the backward that `backward_input` began and `backward_weight` finishes.
         away: what of its saved tensors is in host memory, or on its way, by memory; None for nothing.
         kept_leaves, kept_edges: leaves and edges through which a later part of the step may run backward.
-        is_posted, are_gradients_posted: whether the receives are posted.
     """
 
     arriving: list[Arriving] | None = None
@@ -200,16 +199,13 @@ class EarlyForward:
     """The state of a micro-batch whose forward runs before its step's Python.
 
     Attributes:
-        expectation: how the step is expected to go.
         captured: the tensors and numbers that the forward captures, made ahead of the step.
         is_open: whether the step's Python has not ended yet.
         is_passed_over: whether the expectation failed, so that its actions only pass on messages.
         num_compared: how many of `captured` the Python has confirmed so far.
         num_live: number of virtual stages' activations alive on this rank.
         before: tensors of the module that the forward modified, with copies of their former data.
-        error: the exception that a forward on this rank raised.
         answers: the values that the step reads; None until they have arrived, or if they are invalid.
-        has_answers: whether they have arrived.
         arriving: receives of the messages with these values, by visit.
     """
 
@@ -231,7 +227,6 @@ class ContinuedStep:
     """The state of a hand-optimized step that is kept from one synchronization point to the next part.
 
     Attributes:
-        event: the event at the synchronization point.
         program: the program of the path up to there.
         transfers: the transfers through which gradients may flow back to earlier parts.
         here: values that the user's code refers to, with their graphs, by visit and number.
@@ -252,13 +247,8 @@ class Microbatch:
     """The state of one micro-batch on this rank.
 
     Attributes:
-        index: its number in the step.
-        layout: the nesting of its batch.
-        num_samples: its number of samples.
         weight: its fraction of the step's samples.
-        num_microbatches: number of micro-batches in the step.
         even: whether all micro-batches have the same number of samples.
-        seed: seed of its random numbers.
         is_counted: whether `num_samples` is known, and not taken for 1.
         everywhere: tensors of the batch that every rank has.
         given: tensors of the batch that only the first rank has; empty elsewhere.
@@ -362,7 +352,6 @@ class StepResult:
     """The result of a step, without references to its placeholders.
 
     Attributes:
-        layout: the nesting of the result.
         tensors: each a tensor, or the number and the spec of a value.
     """
 

@@ -18,11 +18,9 @@ class _Known:
     """A parameter or buffer.
 
     Attributes:
-        names: all of its names.
         tensor: this rank's, for what is known as an object; None where nobody else has it any more. No weak reference,
             as torch exchanges no tensors that have some.
         certain: the virtual stages of its leaves, where they are known from the start.
-        users: the virtual stages that have used it.
         has_gone: it was in the module once, and no name of the module's is its own.
     """
 
@@ -44,9 +42,6 @@ class ParameterMap:
     place of another goes where that was.
 
     Args:
-        module: the LightningModule.
-        placement: the rank of each virtual stage.
-        rank: this rank.
         certain: virtual stages of leaves that are known from the start.
         are_in_slices: tensors are known by their names alone, as slices take the place of parameters and back.
 

@@ -49,9 +49,7 @@ class Pipeline:
     """Runs steps on this rank's virtual stages.
 
     Args:
-        rank: this rank's place in the pipeline.
         placement: the rank of each virtual stage. The first rank gets the data, whatever its stage.
-        tensors: parameters and buffers of the module.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
         schedule: makes the schedule of a training step on this placement, given the number of micro-batches.
@@ -124,7 +122,6 @@ class Pipeline:
         """Run one step.
 
         Args:
-            microbatches: the micro-batches, on the first rank; None on the others, which receive them.
             extra: called after the micro-batches have run; its numbers are gathered on every rank.
 
         Returns:

@@ -36,9 +36,6 @@ class RankResources:
     """Shared by the steps of a rank.
 
     Args:
-        rank: this rank's place in the pipeline.
-        placement: the rank of each virtual stage.
-        tensors: parameters and buffers of the module.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
         offload: sends activations to host memory, or counts them; None for neither.

@@ -43,8 +43,6 @@ class PipelineStep:
                  └── read values, or is not simple ─► those before it finish, then event by event (`in_order`)
 
     Args:
-        shared: what the steps of this rank have in common.
-        states: the micro-batches.
         observe: called with every action and its start and end.
 
     Attributes:

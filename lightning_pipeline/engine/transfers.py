@@ -119,7 +119,6 @@ class Transfers:
 
     Args:
         microbatch: its number, for errors.
-        training: gradients go back.
     """
 
     def __init__(self, microbatch: int, shared: RankResources, *, training: bool) -> None:

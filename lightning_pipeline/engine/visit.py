@@ -39,7 +39,6 @@ class Visit:
 
     Args:
         visit: index of the visit, in the order of the forward pass.
-        step: which it belongs to.
         record: runs the user's step on a micro-batch, unless that has been done.
 
     Attributes:

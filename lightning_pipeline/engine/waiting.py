@@ -14,12 +14,7 @@ from lightning_pipeline.partition.memory import memory_of
 
 
 class WaitingActivations:
-    """Moves what the micro-batches of a visit have saved to host memory, and back; the methods are those of `Move`.
-
-    Args:
-        visit: index of the visit.
-        microbatches: all micro-batches of the step.
-    """
+    """Moves what the micro-batches of a visit have saved to host memory, and back; the methods are those of `Move`."""
 
     def __init__(self, visit: int, microbatches: Sequence[Microbatch], live: LiveCount, offload: Offload) -> None:
         self._visit, self._microbatches, self._live, self._offload = visit, microbatches, live, offload

@@ -22,7 +22,6 @@ class StepTask:
         kind: which of the user's steps this is; recordings of different kinds are kept apart.
         step: runs the step on one micro-batch. Returns its result and the loss.
         loss_of: computes the tensor that backward starts from, given a micro-batch's loss; None without backward.
-        run_backward: runs backward from a loss.
         after_backward: called after each micro-batch's backward on a virtual stage, with the stage.
         results_on: the rank that receives the step's results; None for all.
         waits: whether ranks synchronize at the end of the step even if they have nothing to exchange.

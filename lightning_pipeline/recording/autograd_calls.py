@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 
 class Graph:
-    """What some values of a recording were computed from.
-
-    Args:
-        end: the last event so far.
-        captured: what the recording has taken along.
-        outputs: numbers of the values.
-    """
+    """What some values of a recording were computed from."""
 
     def __init__(self, end: Event, captured: Sequence[Any], outputs: Sequence[Any]) -> None:
         self._captured = captured

@@ -20,11 +20,7 @@ _SEES_CALLS = ("torch.utils.flop_counter", "torch.autograd.graph")
 
 
 def refuse_transforms(function: Any) -> None:
-    """Refuse a call on what a stage computes within a transform of ``torch.func``, or of forward-mode autograd.
-
-    Raises:
-        NotImplementedError: it is in one.
-    """
+    """Refuse a call on what a stage computes within a transform of ``torch.func``, or of forward-mode autograd."""
     if _torch.transform() is not None:
         raise transform_error(f"here by {function_name(function)}")
     if function_name(function) in ("_make_dual", "_unpack_dual"):
@@ -36,11 +32,7 @@ def refuse_transforms(function: Any) -> None:
 
 @contextmanager
 def contexts_refused(is_recording: Callable[[], bool]) -> Iterator[None]:
-    """While entered, a step that is recorded cannot enter what would see its placeholders, and not the stages' data.
-
-    Args:
-        is_recording: tells whether a step is.
-    """
+    """While entered, a step that is recorded cannot enter what would see its placeholders, and not the stages' data."""
     enter_mode, enter_hooks = _torch.TorchDispatchMode.__enter__, saved_tensors_hooks.__enter__
 
     def enter_mode_outside(mode: Any) -> Any:

@@ -51,10 +51,8 @@ class Event:
         children: what has followed, the latest first.
         function, call: torch's function, and its arguments' templates.
         inputs: of each tensor argument: number of a value, below zero of a module's tensor, or `CAPTURED`.
-        specs: of each tensor argument.
         state: whether autograd, and inference mode, are on, and autocast.
         takes_gradients: it, or one before it, is a call of `torch.autograd`.
-        result: what it gives.
         outputs: of each tensor of the result, the number of the new value; None for an argument.
         writes: of each argument that is written into: its slot, its spec afterwards, the number of its new value.
         visit: where it runs; -1 for marks, which run nowhere.

@@ -41,9 +41,6 @@ def run_event(
     """Run one event on data.
 
     Args:
-        operands: of each tensor slot.
-        captured: what the recording has taken along.
-        seed: starts the random numbers of a draw.
         instead: called in the place of the event's function.
     """
     numbers = {slot: captured[event.first_captured + place] for slot, place in event.matcher.captured_numbers.items()}
@@ -64,11 +61,7 @@ def run_event(
 
 
 def values_made(event: Event, operands: Sequence[Tensor], found: Any) -> Iterator[tuple[int, Tensor]]:
-    """The numbers and tensors of the values that an event has made, those of operands that it writes into included.
-
-    Args:
-        found: what `run_event` gave.
-    """
+    """The numbers and tensors of the values that an event has made, those of operands that it writes into included."""
     for value, tensor in zip(event.outputs, tree.leaves(found), strict=True):
         if value is not None:
             yield value, tensor

@@ -174,11 +174,7 @@ def _gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
 
 
 def _check_unchanged(cls: Any, state: FunctionState, now: Found) -> None:
-    """Refuse to compute with other things of Python than the step had.
-
-    Raises:
-        CallError: something is another one.
-    """
+    """Refuse to compute with other things of Python than the step had."""
     if (name := changed(state.found, now)) is not None:
         code = cls.forward.__code__
         raise CallError(

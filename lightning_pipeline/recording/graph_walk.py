@@ -54,7 +54,6 @@ class Region:
         shared: whether several junctions lead here.
         mixed: whether a branch that leads here begins at a node that another node of the region leads to as well.
             Gradients from both would be summed in a different order unless all of the region runs at once.
-        leaves: the leaves.
         part_of: the region that has absorbed this one.
     """
 
@@ -91,7 +90,6 @@ class Walk:
     """Finds the junctions and regions of an autograd graph.
 
     Args:
-        roots: where backward starts.
         inputs: where the walk ends, as it does at leaves.
     """
 

@@ -79,9 +79,6 @@ _CONTIGUOUS_ON_CPU = frozenset(
 class _FakeTensorMode(_torch.FakeTensorMode):
     """Knows the strides that results have on the CPU: what crosses a stage's boundary with others is summed in another
     order there, and gradients end in other bits than on one stage.
-
-    Attributes:
-        written: tensors that have been written into.
     """
 
     def __init__(self) -> None:
@@ -174,11 +171,7 @@ class Inference:
         self.mode = _FakeTensorMode()
 
     def result(self, function: Any, call: Call, specs: Sequence[TensorSpec]) -> Result | None:
-        """What `function` gives; None where only the data tells, or torch does not know.
-
-        Args:
-            specs: of the call's tensors.
-        """
+        """What `function` gives; None where only the data tells, or torch does not know."""
         if function_name(function) in _RESIZING:
             return self._on_zeros(function, call, specs)
         if any(spec.stride is None for spec in specs):

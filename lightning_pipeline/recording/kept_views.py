@@ -87,11 +87,7 @@ def share_memory_again(recording: Recording) -> None:
 
 
 def refuse_written(recording: Recording, place: Placeholder) -> None:
-    """Refuse a write into an earlier micro-batch's value, if another one shares its memory and would not see it.
-
-    Raises:
-        NotImplementedError: for such a write.
-    """
+    """Refuse a write into an earlier micro-batch's value, if another one shares its memory and would not see it."""
     if any(place is view() or place is whole() for view, whole, _ in recording.kept_views):
         raise NotImplementedError(
             f"what an earlier micro-batch has kept is written into, and another tensor that it has kept shares its "

@@ -23,7 +23,6 @@ class KeyedCalls:
     Attributes:
         stage: of the module that runs, None where no key says one; and the lowest that it may have.
         name: of the innermost module with a key.
-        stages: of the modules with keys.
     """
 
     def __init__(self, root: nn.Module, stages: StageMap) -> None:
@@ -122,7 +121,6 @@ class _Forward(NamedTuple):
 
     Attributes:
         own: the instance's, which users may have replaced.
-        of_class: its class's.
         noted: what is called instead.
     """
 

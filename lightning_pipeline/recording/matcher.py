@@ -56,7 +56,6 @@ class HookTensor(NamedTuple):
     is taken along as it is.
 
     Attributes:
-        ranks: that hold it.
         stages: the virtual stages on these ranks.
     """
 
@@ -130,11 +129,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
-    """The matcher of one event.
-
-    Args:
-        module_tensors: by number.
-    """
+    """The matcher of one event."""
     function, args, kwargs = event.function, event.call.args, event.call.kwargs
     inputs, specs = event.inputs, event.specs
     what = f"the result of {function_name(function)} ({event.line})"

@@ -20,17 +20,12 @@ from lightning_pipeline.recording.split_modules import SplitCall, split_calls
 class ModuleTensors:
     """The parameters and buffers that steps may use.
 
-    Args:
-        module: the LightningModule.
-        stages: of its submodules.
-
     Attributes:
         tensors: what is in the module now, on this rank: data, or a placeholder.
         names: all names of each; tied ones have several.
         homes: the virtual stage that a key gives each; None where none does, or several do.
         lowest: the first virtual stage that those without may be used on, from a key before them in their list.
         holders: the virtual stages that have used each.
-        is_buffer: whether it is a buffer rather than a parameter.
         written: the buffers that a stage has written into in a step.
         split_calls: of the modules of which each rank of a stage has a piece.
         are_in_slices: whether replicas keep slices of parameters between steps.

@@ -88,9 +88,6 @@ class Average(NamedTuple):
 def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | None:
     """The first write into a tensor of the module of what is computed from it and a parameter of its shape, and from
     nothing of a batch.
-
-    Args:
-        tensors: the module's, by number.
     """
     writes = ModuleWrites()
     made_of: dict[int, frozenset[int]] = {}  # the module's tensors from which alone a value is computed

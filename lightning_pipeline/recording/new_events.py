@@ -107,11 +107,7 @@ def _has_that_data(recording: Recording, inputs: Sequence[Any]) -> bool:
 
 
 def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what cannot equal one process.
-
-    Raises:
-        NotImplementedError: for these.
-    """
+    """Refuse what cannot equal one process."""
     if is_drawing_of_own(kwargs):
         raise NotImplementedError(
             f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
@@ -136,9 +132,6 @@ def _refuse_resizing(
     recording: Recording, func: Any, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result
 ) -> None:
     """Refuse a call that gives a tensor of the module another shape, beside `.data = ...`, as other ranks have it too.
-
-    Raises:
-        NotImplementedError: for such a call.
     """
     for slot, spec in result.writes:
         value = inputs[slot]
@@ -152,11 +145,7 @@ def _refuse_resizing(
 
 
 def _refuse_overlapping(recording: Recording, inputs: Sequence[Any], result: Result) -> None:
-    """Refuse a write into a tensor of the batch which the first stage has, and which overlaps with others there.
-
-    Raises:
-        NotImplementedError: for such a write.
-    """
+    """Refuse a write into a tensor of the batch which the first stage has, and which overlaps with others there."""
     views = recording.placing.views
     for slot, _ in result.writes:
         value = inputs[slot]
@@ -168,11 +157,7 @@ def _refuse_overlapping(recording: Recording, inputs: Sequence[Any], result: Res
 
 
 def _refuse_dependence(func: Any) -> None:
-    """Refuse calls that cannot be inferred on data, either.
-
-    Raises:
-        Unclear, NotImplementedError: for these.
-    """
+    """Refuse calls that cannot be inferred on data, either."""
     if type(func) is CompiledCall:
         raise Unclear("its result depends on data")
     if type(func) is SplitCall:
@@ -189,9 +174,6 @@ def refuse_graph_of_earlier(
 
     Args:
         result: of the call; None for one that runs backward.
-
-    Raises:
-        RuntimeError: for such a call.
     """
     if result is not None:
         made = (one for one in result.tensors if isinstance(one, TensorSpec))

@@ -60,9 +60,6 @@ def refuse_by_one_rank(recording: Recording, *, is_shared: bool = False) -> None
 
     Args:
         is_shared: all ranks are at `rank_zero_only`.
-
-    Raises:
-        NotImplementedError: it is in such code.
     """
     lines = [line for line in _asking_lines(recording) if not (line == _ALL and is_shared)]
     if lines:
@@ -80,7 +77,6 @@ def is_first_alone(recording: Recording, call: str, *, is_first: bool) -> bool:
 
     Args:
         call: what it is.
-        is_first: this is the first rank.
 
     Raises:
         NotImplementedError: another rank is in code that depends on the rank.

@@ -77,7 +77,6 @@ class Call:
     Attributes:
         args, kwargs: templates.
         tensors: in the order of their slots; one that occurs twice has one slot.
-        numbers: in the order of theirs.
     """
 
     args: tuple[Template, ...]

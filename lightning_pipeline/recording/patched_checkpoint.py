@@ -80,11 +80,7 @@ def _swapping(plain: Callable[..., Any], swapped: list[Any], module: Any, *args:
 
 
 def _refuse_swapped(swapped: Sequence[Any]) -> None:
-    """Refuse a checkpointed function in a `functional_call`.
-
-    Raises:
-        CheckpointError: for such a call.
-    """
+    """Refuse a checkpointed function in a `functional_call`."""
     if swapped:
         raise torch_checkpoint.CheckpointError(
             f"a checkpointed function is called within a functional_call of {type(swapped[-1]).__name__} "

@@ -72,11 +72,7 @@ def note_written(recording: Recording, numbers: set[int]) -> None:
 
 
 def _check_written(recording: Recording, value: Any) -> None:
-    """Refuse writes into what was made in a hook, also through a view: a step may be over on one rank before others.
-
-    Raises:
-        NotImplementedError: for such a write.
-    """
+    """Refuse writes into what was made in a hook, also through a view: a step may be over on one rank before others."""
     if type(value) is int and value >= 0:
         maker = next((one for one in recording.event.path() if value in one.made()), None)
         if maker is None:

@@ -21,7 +21,6 @@ class Placing:
     micro-batches meet begins another lap: all that was made before is on its stage's first visit from there on.
 
     Args:
-        tensors: the module's.
         until: what the path has so far.
     """
 

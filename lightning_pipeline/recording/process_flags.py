@@ -56,11 +56,7 @@ def process_flags() -> Flags:
 
 @contextmanager
 def flags_of_steps(running: Callable[[], Recording | None]) -> Iterator[None]:
-    """While entered, a step sets the flags of its recording.
-
-    Args:
-        running: tells the recording that runs, if one does.
-    """
+    """While entered, a step sets the flags of its recording."""
 
     def setter(place: int, name: str) -> Callable[..., None]:
         def set_flag(value: Any, **options: Any) -> None:

@@ -90,7 +90,6 @@ class Program:
     """The events of a path, by visit.
 
     Args:
-        end: the last event.
         specs: of the values that are given to it: the batch's tensors that not every rank has.
         before: the program of the path up to where micro-batches have met, of which this is what follows; of that,
             values may be carried over.
@@ -98,15 +97,12 @@ class Program:
         placement: the rank of each, so that gradients of what several of them use can be passed on; empty for not.
 
     Attributes:
-        events: in order.
         num_given: values that are given to it.
         begins: the first visit of the path that belongs to it. Visits of a program are counted from there.
         carried: values that were made before and are used, with their visit.
         carries_gradients: whether any of them gives gradients.
         specs, homes: of each value, and the visit that makes it. Parameters whose gradients pass from visit to visit
             (`repeated_uses`) count as values, with numbers below zero, which the first visit that uses them makes.
-        beginnings: where values begin in memory.
-        visits: by number.
         functions: of visits, by number and the values that are kept, once they are made.
         gradient_strides: of what goes back from a visit, by its number and the loss's; the runtime's.
         regions: the outermost checkpointed function of each event that is in one, by the event's number.

@@ -96,11 +96,7 @@ class Provenance:
 
 
 def made_again(origins: Sequence[Origin], batch: Sequence[Tensor], seed: Callable[[int], None]) -> list[Any]:
-    """Numbers, and copies of tensors, as they come from another batch.
-
-    Args:
-        seed: starts the random numbers of a draw.
-    """
+    """Numbers, and copies of tensors, as they come from another batch."""
     made: dict[Node, list[Tensor]] = {}
 
     def value(origin: Origin) -> Any:

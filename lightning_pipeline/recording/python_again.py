@@ -49,7 +49,6 @@ class CheckpointCall:
     """A call of a checkpointed function.
 
     Attributes:
-        function, args, kwargs: of the user's.
         stops_early: computing it again may stop when all is there.
         around: entered around the function when it runs again.
     """
@@ -67,10 +66,6 @@ class ChangingCall:
 
     Attributes:
         begins, ends: the marks around its events.
-        first_draw: the number of its first draw.
-        autocast: as it was.
-        changed: names of what it has changed.
-        line: that has called it.
         is_deep: whether a checkpointed function within it has changed something.
     """
 
@@ -130,9 +125,6 @@ def _changed_again(recording: Recording, one: ChangingCall, events: Sequence[Eve
 def refuse_with_gradients(recording: Recording, begins: Event, changed: Sequence[str]) -> None:
     """Refuse a checkpointed function that takes gradients, and does more than compute: in one process it runs again
     there, too.
-
-    Raises:
-        CheckpointError: it does more.
     """
     line, recording.checkpoints.gradients_taken_at = recording.checkpoints.gradients_taken_at, ""
     written = list(changed)

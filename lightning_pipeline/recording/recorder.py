@@ -62,7 +62,6 @@ class Recorder:
     """What the recordings of a module's steps have in common.
 
     Args:
-        tensors: the module's.
         calls: tells the stage of the module that runs.
         placement: the rank of each virtual stage along the data.
 

@@ -55,9 +55,7 @@ class Recording(TorchFunctionMode):
     """The recording of one micro-batch's step.
 
     Args:
-        beginning: the event at which the step's path begins.
         data_source: brings the data that the step's Python asks for.
-        seed_draw: seeds a draw of random numbers, by its number in the step.
 
     Attributes:
         event: the last event so far.
@@ -68,18 +66,13 @@ class Recording(TorchFunctionMode):
         kept: placeholders that are in no event's pool, which the user's code may refer to.
         hooks: hooks on gradients of its values, in order of registration.
         with_hooks: events that take gradients which pass hooks.
-        retained: values whose gradients are retained.
-        has_run_backward: whether the step has run a backward of its own.
-        gradients: how the step clears and reads those of parameters.
         changes: finds what the step changes once for all its micro-batches; None if there are no others.
         is_simple: whether the micro-batch can run by the schedule, apart from its reads.
-        reads: the values that were read, in order.
         module_reads: the module's tensors that were read and that not every rank holds, by number.
         provenance: traces where captures come from; None if that is not needed.
         delivered: tensors of the batch that every rank has.
         batch_places: placeholders for tensors of the batch that only the first rank has.
         overlapping: the numbers of those that share memory with others of them.
-        memory: of the tensors that every rank has.
         skipped: the last event of each call that was answered as a whole, with the event before the call and those
             that made its results.
         num_aside: number of torch functions that were no events, except those that describe tensors.
@@ -90,8 +83,7 @@ class Recording(TorchFunctionMode):
         outdated: likewise what is in that memory now, where it is something else.
         rank_asked_at: the code and lines of the user's that have asked for the rank.
         flags: those of the process, as the step has set them; None if it has set none.
-        checkpoints: the checkpointed functions that the step calls.
-        replay: runs one of them again now.
+        replay: runs a checkpointed function again now.
         switched: tensors of the module whose gradients the step has switched on or off, by number, and whether they
             required them where stages have come to.
         twins: placeholders of values that the user's code has other ones of, too.
@@ -195,9 +187,6 @@ class Recording(TorchFunctionMode):
 
     def meet(self, what: str, loss: Tensor | None = None) -> int:
         """Mark a synchronization point of the micro-batches. Returns the value that backward starts from; -1 for none.
-
-        Args:
-            loss: the tensor on which the user calls backward.
         """
         self.note_written_arrays()
         self.note_outdated()
@@ -224,11 +213,7 @@ class Recording(TorchFunctionMode):
         return made
 
     def watch_array(self, array: Any, content: bytes, place: Placeholder) -> None:
-        """Watch an array that shares its memory with a value in one process.
-
-        Args:
-            content: of the array, as it is now.
-        """
+        """Watch an array that shares its memory with a value in one process."""
         self.arrays.append((array, content, place))
         self._watch()
 

@@ -28,11 +28,7 @@ up on each stage first."""
 
 
 def passed_on(events: Iterable[Event], placement: Sequence[int]) -> dict[int, tuple[TensorSpec, int]]:
-    """The parameters whose gradients pass from visit to visit, by number, with the first visit that uses each.
-
-    Args:
-        placement: the rank of each virtual stage.
-    """
+    """The parameters whose gradients pass from visit to visit, by number, with the first visit that uses each."""
     uses: dict[int, Counter[int]] = {}
     specs: dict[int, TensorSpec] = {}
     others: set[int] = set()

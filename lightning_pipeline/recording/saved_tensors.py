@@ -141,7 +141,6 @@ class SavedMemory:
     """What an autograd graph has saved, by memory.
 
     Args:
-        roots: where backward starts.
         held: memory (`memory_of`) that somebody else keeps, so that sending it would free nothing.
 
     Attributes:

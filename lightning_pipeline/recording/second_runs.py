@@ -39,9 +39,6 @@ class _Backward(NamedTuple):
 def refuse_second_runs(recording: Recording, value: int) -> None:
     """Refuse a backward from `value` through a checkpointed function that changes something, if an earlier one has gone
     through it.
-
-    Raises:
-        CheckpointError: there is one; the message names what it changes.
     """
     path = recording.event.path()
     regions = [path[begins : ends + 1] for begins, ends in checkpointed(path)]

@@ -47,7 +47,6 @@ class Given(NamedTuple):
     Attributes:
         value: the number of the value that it stands for; -1 for a tensor that every rank has, -2 for no tensor, -3 for
             one of the module's.
-        spec: of a tensor.
         constant: what else it is, or the module's tensor.
     """
 
@@ -86,7 +85,6 @@ class Made(NamedTuple):
     Attributes:
         maker: the event that makes it; None where it is an argument, or no tensor.
         place: in the maker's pool, or among the arguments; -1 for no tensor.
-        value, spec: of a tensor.
         constant: what else it is.
     """
 
@@ -101,10 +99,8 @@ class Shortcut(NamedTuple):
     """Where a call leads from an event.
 
     Attributes:
-        state: of the module.
         layout: how the arguments are given.
-        given: the arguments.
-        same: for each, the first of them that is the same object.
+        same: for each argument, the first of them that is the same object.
         grad, autocast: whether autograd was on, and `autocast_state`.
         end: the call's last event.
         captures: what the call takes along, in order: `DRAW`, an `Argument`, or a number.
@@ -294,9 +290,6 @@ def _captures(
 ) -> tuple[Any, ...] | None:
     """What a call has taken along; None if it did anything else than to compute from its arguments, numbers, and the
     module's tensors.
-
-    Args:
-        captured: what the recording has taken along.
     """
     found: list[Any] = []
     values = {one.value for one in given if one.value >= 0}

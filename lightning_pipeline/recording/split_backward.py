@@ -61,7 +61,6 @@ class SplitBackward:
     Hooks run once: those on the way to the inputs in the first half, the others in the second.
 
     Args:
-        roots: where backward starts.
         gradients: the gradient of each root; None for a scalar.
         inputs: edges of the received values, taken when these entered the graph: leaves, or results of one
             autograd.Function. Their nodes do not run. If the graph cannot be split, all of backward runs in the first

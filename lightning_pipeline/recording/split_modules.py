@@ -91,11 +91,7 @@ def split_calls_seen(calls: Sequence[SplitCall]) -> Iterator[None]:
 
 
 def refuse_split(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a call of another function on split tensors.
-
-    Raises:
-        NotImplementedError: there are some among the arguments.
-    """
+    """Refuse a call of another function on split tensors."""
     if any(isinstance(tensor, DTensor) for tensor in take_apart(func, args, kwargs).tensors):
         raise NotImplementedError(
             f"{function_name(func)} is given a parameter that tensor parallelism has split, outside of the module "

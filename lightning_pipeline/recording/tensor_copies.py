@@ -44,11 +44,7 @@ def reduced(data: Tensor, spec: TensorSpec, protocol: Any) -> Any:
 
 @contextmanager
 def copies_of_parameters_seen(is_seen: Callable[[Tensor], bool]) -> Iterator[None]:
-    """While entered, modes see that parameters are copied or pickled, which `nn.Parameter` does by itself.
-
-    Args:
-        is_seen: of which parameters.
-    """
+    """While entered, modes see that parameters are copied or pickled, which `nn.Parameter` does by itself."""
 
     def through(name: str) -> Callable[..., Any]:
         plain = nn.Parameter.__dict__[name]
