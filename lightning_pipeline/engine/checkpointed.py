@@ -59,7 +59,6 @@ class CheckpointedFunctions:
                     )
 
     def begin(self, event: Event) -> None:
-        """A function begins, which may be within another one."""
         if not self._depth:
             self._stops_early = event.call.args[0]
             self.is_kept = event in self._kept
@@ -78,7 +77,6 @@ class CheckpointedFunctions:
         return part
 
     def end(self) -> None:
-        """A function ends."""
         self._depth -= 1
         if self._depth:
             return

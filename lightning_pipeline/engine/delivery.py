@@ -303,9 +303,7 @@ def _packed(states: Sequence[Microbatch]) -> Iterator[Tensor]:
         yield torch.cat([states[index].everywhere[number].reshape(-1) for index, number in places])
 
 
-def in_memory(
-    tensors: Sequence[Tensor], structure: Structure, beginnings: Sequence[int] | None = None
-) -> list[Tensor]:
+def in_memory(tensors: Sequence[Tensor], structure: Structure, beginnings: Sequence[int] | None = None) -> list[Tensor]:
     """Copies of a micro-batch's small tensors, as they lie in memory in one process.
 
     Code that asks for strides goes on differently with others, kernels sum in other orders, and a write into one tensor

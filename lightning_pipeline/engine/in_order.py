@@ -158,7 +158,6 @@ class InOrder:
         return self.here.get((self.homes[value], value))
 
     def let_go(self) -> None:
-        """Free the micro-batch's tensors."""
         self.here.clear()
         self.transfers.let_go()
 
@@ -224,7 +223,6 @@ class InOrder:
             self._share_write(number, visit, event, is_replaced=is_replaced)
 
     def _differentiate(self, event: Event, operands: Sequence[Tensor], recording: Recording) -> Any:
-        """Run a call of `torch.autograd.grad`."""
         leaves = {
             id(tensor): self.transfers.leaves(value, event.visit)
             for value, tensor in zip(event.inputs, operands, strict=True)

@@ -83,7 +83,6 @@ class Offload:
         self._live: list[tuple[_torch.StorageWeakRef, int]] = []
 
     def begin(self, module_tensors: Iterable[Tensor], *, is_observed: bool) -> None:
-        """Begin a step."""
         self.measures = self.may_measure and is_observed
         self.peak_bytes, self.kept, self.sent, self._live = 0, {}, {}, []
         if not (self.measures or self.share):
@@ -112,7 +111,6 @@ class Offload:
         return blocks
 
     def fetch(self, blocks: Iterable[Block]) -> None:
-        """Begin to copy it back."""
         back = [block.fetch() for block in blocks]
         if self.measures:
             self._live += ((_torch.StorageWeakRef(memory), memory.nbytes()) for memory in back)

@@ -206,7 +206,6 @@ class ParameterMap:
         return found
 
     def _holders_of(self, known: _Known) -> tuple[int, ...]:
-        """The ranks that hold a tensor."""
         if known.stages and (self._is_settled or known.certain):
             return tuple(sorted({self.placement[stage] for stage in known.stages}))
         return self.present.get(known.names[0], tuple(range(self.num_ranks)))

@@ -70,7 +70,6 @@ class PipelineStep:
         self._is_rest_in_order = False  # an expectation has failed: the remaining micro-batches run in order
 
     def run_micro_batches(self, program: RankProgram) -> None:
-        """Record all micro-batches and run them."""
         self.ahead = self._look_ahead()
         self.go_through(program, self._record, prepare=self._record_ahead if self.ahead is None else None)
         self._record(self.states[-1])
@@ -313,7 +312,6 @@ class PipelineStep:
                     place.grad = gradient
 
     def _give_results(self, rank: int) -> None:
-        """Send the results of the steps to a rank."""
         shared = self.shared
         assert shared.direct is not None
         for state in self.states:

@@ -306,7 +306,6 @@ class Transfers:
                 one.end(wanted)
 
     def let_go(self) -> None:
-        """Free the micro-batch's tensors."""
         self._all.clear()
         self._uses.clear()
         self._first.clear()

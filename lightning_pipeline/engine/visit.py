@@ -246,7 +246,6 @@ class Visit:
         return self._transport.recv(meta, self._rank_after, Channel.BACKWARD)
 
     def _strides(self, state: Microbatch, visit: int) -> GradientStrides:
-        """The strides of the gradients that a visit sends back."""
         program, key = state.program, (visit, state.loss_value)
         assert program is not None
         found = program.gradient_strides.get(key)

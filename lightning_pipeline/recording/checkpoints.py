@@ -36,7 +36,6 @@ class Checkpoints:
 
     @contextmanager
     def entered(self, recording: Recording, call: CheckpointCall) -> Iterator[None]:
-        """Mark a function while entered."""
         mark(recording, CHECKPOINT_BEGINS, call.stops_early)
         begins, first_draw = recording.event, recording.num_draws
         look = Look(recording.recorder.places, call.function, (*call.args, *call.kwargs.values()))

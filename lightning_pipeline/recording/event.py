@@ -110,7 +110,6 @@ class Event:
         line: str,
         module_tensors: Sequence[Tensor],
     ) -> Event:
-        """A new child."""
         values = itertools.count(self.num_values)
         outputs = tuple([None if isinstance(spec, int) else next(values) for spec in result.tensors])
         writes = tuple([(slot, spec, next(values)) for slot, spec in result.writes])

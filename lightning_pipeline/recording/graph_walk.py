@@ -71,7 +71,6 @@ class Region:
         return region
 
     def absorb(self, other: Region) -> None:
-        """Make `other` a part of this region."""
         self.shared |= other.shared or other.entered_from is not self.entered_from
         self.leaves += other.leaves
         other.part_of = self

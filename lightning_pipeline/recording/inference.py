@@ -252,7 +252,6 @@ class Inference:
         return replace(found, tensors=real.tensors, shares=real.shares)
 
     def fake(self, spec: TensorSpec) -> Tensor:
-        """A fake tensor of this spec."""
         with self.mode:
             return _made(spec)
 
@@ -265,7 +264,6 @@ class Inference:
 
 
 def _made(spec: TensorSpec, content: Tensor | float | None = None) -> Tensor:
-    """A tensor of this spec."""
     stride = spec.stride
 
     def made_anew() -> Tensor:
@@ -330,7 +328,6 @@ def _without_strides(result: Result) -> Any:
 
 
 def _sparse(spec: TensorSpec, num_stored: int) -> Tensor:
-    """A sparse tensor of zeros."""
     made = torch.sparse_coo_tensor(
         torch.zeros(len(spec.shape), num_stored, dtype=torch.int64),
         torch.zeros(num_stored, dtype=spec.dtype),

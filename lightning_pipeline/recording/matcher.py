@@ -129,7 +129,6 @@ def _compiled(source: str) -> CodeType:
 
 
 def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
-    """The matcher of one event."""
     function, args, kwargs = event.function, event.call.args, event.call.kwargs
     inputs, specs = event.inputs, event.specs
     what = f"the result of {function_name(function)} ({event.line})"

@@ -107,7 +107,6 @@ def _has_that_data(recording: Recording, inputs: Sequence[Any]) -> bool:
 
 
 def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what cannot equal one process."""
     if is_drawing_of_own(kwargs):
         raise NotImplementedError(
             f"{function_name(func)} draws from a generator of the user's for what a stage computes, where the other "
@@ -131,8 +130,7 @@ def _refuse_update(recording: Recording, inputs: Sequence[Any], result: Result) 
 def _refuse_resizing(
     recording: Recording, func: Any, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result
 ) -> None:
-    """Refuse a call that gives a tensor of the module another shape, beside `.data = ...`, as other ranks have it too.
-    """
+    """Refuse a call that gives a tensor of the module another shape, beside `.data = ...`, as other ranks have it too."""
     for slot, spec in result.writes:
         value = inputs[slot]
         is_resized = type(value) is int and value < 0 and spec.shape != specs[slot].shape
@@ -192,7 +190,6 @@ def refuse_graph_of_earlier(
 def _visit_for(
     recording: Recording, func: Any, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result
 ) -> int:
-    """The visit that a call runs on."""
     placing = recording.placing
     if func in REGISTERING or func is written_by_array:
         visit = placing.home(inputs[0])

@@ -86,7 +86,6 @@ class Call:
 
 
 def take_apart(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-    """The call's templates, tensors and numbers."""
     name = function_name(function)
     call = Call((), {}, [], [])
     seen: dict[int, TensorSlot] = {}

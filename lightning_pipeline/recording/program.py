@@ -196,7 +196,6 @@ class Program:
 
     @property
     def has_events(self) -> bool:
-        """Whether anything runs."""
         return any(plan.events for plan in self.visits)
 
     def sent_spec(self, value: int) -> TensorSpec:

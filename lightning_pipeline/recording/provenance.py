@@ -81,7 +81,6 @@ class Provenance:
                     self._note(tensor, Made(node, place))
 
     def note_captured(self, place: int, tensor: Tensor) -> None:
-        """A tensor is taken along."""
         self.captured[place] = self.origin(tensor)
 
     def origin(self, tensor: Tensor) -> Origin:

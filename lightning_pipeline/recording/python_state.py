@@ -59,7 +59,6 @@ class State:
         self.key = hashlib.blake2b("\0".join(self._text).encode(), digest_size=8).hexdigest()
 
     def is_now(self, other: State) -> bool:
-        """Whether another state is the same."""
         return (
             self._text == other._text
             and len(self._others) == len(other._others)
@@ -67,7 +66,6 @@ class State:
         )
 
     def restore(self) -> None:
-        """Put back what the modules had."""
         for container, content in self._contents:
             if type(container) is dict and isinstance(content, dict):
                 for key in [key for key in container if key not in content and key not in _OF_MODULES]:

@@ -155,7 +155,6 @@ class Look:
         self._before = places.now(self._direct)
 
     def changed(self) -> list[str]:
-        """What the call has changed."""
         after = self._places.now(self._direct)
         if len(after) == len(self._before) and all(map(_same, self._before, after)):
             return []

@@ -115,7 +115,6 @@ class Saved:
     __slots__ = ()
 
     def get(self) -> Tensor:
-        """The tensor."""
         raise NotImplementedError
 
     def let_go(self) -> None:

@@ -308,7 +308,6 @@ class Recording(TorchFunctionMode):
     def register(
         self, how: Callable[[Tensor, Hook], None], tensor: Placeholder, function: Callable[..., Any]
     ) -> Handle:
-        """Register a hook on the gradient of a value."""
         self.is_simple = False
         hook = Hook(function, len(self.hooks))
         self.hooks.append(hook)
@@ -319,7 +318,6 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def checkpointed(self, call: CheckpointCall) -> Iterator[None]:
-        """Mark a checkpointed function while entered."""
         if self.replay is not None:
             self.replay.enter_checkpoint()
             yield
@@ -329,7 +327,6 @@ class Recording(TorchFunctionMode):
 
     @property
     def is_in_checkpoint(self) -> bool:
-        """Whether a checkpointed function runs."""
         return self.checkpoints.depth > 0 or self.replay is not None
 
     def note_in_checkpoint(self, event: Event) -> None:

@@ -47,7 +47,6 @@ class ReplicatedMemory:
                 self.note_views(memory, sharing)
 
     def note_views(self, memory: int, tensors: Iterable[Tensor]) -> None:
-        """Note tensors that share memory."""
         self._views.setdefault(memory, []).extend(map(weakref.ref, tensors))
 
     def views_in_step(self, memory: int, base: Tensor) -> list[Tensor]:

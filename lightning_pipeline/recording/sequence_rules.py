@@ -47,7 +47,6 @@ def resized(event: Event) -> Callable[..., Tensor] | None:
 
 
 def argument(event: Event, place: int, name: str, default: Any = None) -> Any:
-    """An argument's template."""
     if len(event.call.args) > place:
         return event.call.args[place]
     return event.call.kwargs.get(name, default)

@@ -71,7 +71,6 @@ class SplitCall:
 
 
 def split_calls(root: nn.Module) -> list[SplitCall]:
-    """The calls of the outermost modules that torch's hooks split."""
     found: list[SplitCall] = []
     inner: set[nn.Module] = set()
     for name, module in root.named_modules():

@@ -65,7 +65,6 @@ class Views:
         return self._tensors.get(value, value)
 
     def value_of(self, tensor: int) -> int:
-        """A tensor's value now."""
         return self._latest.get(tensor, tensor)
 
     def first_of(self, tensor: int) -> int:
@@ -85,7 +84,6 @@ class Views:
         return self.first_of(tensor) in self._parted
 
     def view(self, tensor: int) -> View:
-        """How a tensor was made."""
         return self._views.get(tensor) or self._makers.get(tensor) or View(None, None, 0)
 
     def with_same_data(self, tensor: int) -> int:
