@@ -115,8 +115,8 @@ def _embedding(event: Event, shape: torch.Size) -> Axes:
     return {dim: {slot.number: dim} for dim in range(len(shape) - 1)}
 
 
-def _along(place: int, default: Any = None, *, resizes: bool = False) -> Rule:
-    """All dimensions but those that an argument gives. `resizes`: it may change their sizes."""
+def _along(place: int, default: Any = None) -> Rule:
+    """All dimensions but those that an argument gives."""
 
     def rule(event: Event, shape: torch.Size) -> Axes:
         own = event.specs[0].shape
