@@ -130,7 +130,7 @@ def _refuse_update(recording: Recording, inputs: Sequence[Any], result: Result) 
 def _refuse_resizing(
     recording: Recording, func: Any, inputs: Sequence[Any], specs: Sequence[TensorSpec], result: Result
 ) -> None:
-    """Refuse a call that gives a tensor of the module another shape, beside `.data = ...`, as other ranks have it too."""
+    """Refuse a call that gives a tensor of the module another shape, beside `.data = ...`: other ranks have it, too."""
     for slot, spec in result.writes:
         value = inputs[slot]
         is_resized = type(value) is int and value < 0 and spec.shape != specs[slot].shape
