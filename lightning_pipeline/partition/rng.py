@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -51,28 +50,11 @@ def generators(device: torch.device) -> list[torch.Generator]:
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """On exit, put the generators of torch, Python and NumPy back to where they were."""
-    before = global_states(device)
+    before = random_states(device)
     try:
         yield
     finally:
-        set_global_states(device, before)
-
-
-def global_states(device: torch.device) -> tuple[Any, ...]:
-    """The states of the generators of torch, Python and NumPy; of the last one None if it is not imported."""
-    numpy = sys.modules.get("numpy")
-    of_torch = [generator.get_state() for generator in generators(device)]
-    return of_torch, random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def set_global_states(device: torch.device, states: tuple[Any, ...]) -> None:
-    """Put the generators to where `global_states` has found them, or those of another process."""
-    of_torch, of_python, of_numpy = states
-    for generator, state in zip(generators(device), of_torch, strict=True):
-        generator.set_state(state)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        sys.modules["numpy"].random.set_state(of_numpy)
+        set_random_states(before, device)
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
@@ -84,7 +66,7 @@ def random_states(device: torch.device) -> tuple[Any, ...]:
 
 
 def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
-    """Set them to those of another rank."""
+    """Set them to what they were, or to those of another rank."""
     python, (kind, keys, *rest), of_torch = states
     random.setstate(python)
     numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

@@ -5,7 +5,6 @@ Lightning asks for it after set-up, when no rank holds the whole module any more
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from lightning_pipeline.partition.overrides import Override
 from lightning_pipeline.partition.placeholder import AbsentDataError
-from lightning_pipeline.partition.rng import global_states, set_global_states
+from lightning_pipeline.partition.rng import random_states, set_random_states
 
 from .._lightning import LightningModule, rank_zero_warn
 
@@ -27,12 +26,12 @@ def log_graphs(module: LightningModule, device: torch.device, broadcast: Callabl
     loggers = module.trainer.loggers
     if not loggers or module.example_input_array is None or any(one.is_meta for one in module.parameters()):
         return False
-    before = pickle.dumps(global_states(device))
+    before = random_states(device)
     for logger in loggers:
         logger.log_graph(module)  # on the first rank; the others' loggers do nothing
-    after = pickle.dumps(global_states(device))
+    after = random_states(device)
     if (drawn := broadcast(None if after == before else after)) is not None:
-        set_global_states(device, pickle.loads(drawn))
+        set_random_states(drawn, device)
     return True
 
 
