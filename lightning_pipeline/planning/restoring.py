@@ -32,6 +32,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -217,21 +218,15 @@ class _Snapshot:
             self._undo.append(partial(value.setstate, value.getstate()))
         elif isinstance(value, torch.Generator):
             self._undo.append(partial(value.set_state, value.get_state()))
-        elif not self._is_of_numpy(value):
-            self._visit_object(name, value)
-
-    def _is_of_numpy(self, value: Any) -> bool:
-        """Whether it is an array or a random generator of numpy, which is optional."""
-        numpy = sys.modules.get("numpy")
-        if numpy is None:
-            return False
-        if isinstance(value, numpy.random.RandomState):
+        elif isinstance(value, numpy.random.RandomState):
             self._undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, numpy.random.Generator):
             self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, numpy.ndarray) and value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES:
-            self._undo.append(partial(numpy.copyto, value, value.copy()))
-        return isinstance(value, (numpy.random.RandomState, numpy.random.Generator, numpy.ndarray))
+        elif isinstance(value, numpy.ndarray):
+            if value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES:
+                self._undo.append(partial(numpy.copyto, value, value.copy()))
+        else:
+            self._visit_object(name, value)
 
     def _visit_collection(self, name: str, value: Any) -> None:
         if isinstance(value, dict):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import astuple
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -214,8 +214,7 @@ def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
     for generator in drawn_from:  # torch.manual_seed asks every kind of device, which takes longer than a small layer
         generator.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    numpy.random.seed(seed)
 
 
 # -- together ----------------------------------------------------------------------------------------------------------
