@@ -47,10 +47,6 @@ class Ownership:
         """Whether this stage owns a parameter or buffer."""
         return self.owner(name) == self.stage
 
-    def local_names(self) -> list[str]:
-        """The names of what this stage holds, in the order of ``holders``."""
-        return [name for name in self.holders if self.is_local(name)]
-
     def shared_names(self) -> list[str]:
         """The names of what several stages use, whose gradient is a sum over them."""
         return [name for name, stages in self.holders.items() if len(stages) > 1 and name not in self.unseen]

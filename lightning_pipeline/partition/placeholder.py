@@ -22,6 +22,7 @@ from lightning_pipeline.partition import users_code
 from lightning_pipeline.partition.comparisons import is_never_equal
 from lightning_pipeline.partition.gradient_hooks import NodeOf
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_of_memory, kind_of
+from lightning_pipeline.partition.tree import own_device
 from lightning_pipeline.partition.users_code import in_hook, users_line
 
 skips_writes: ContextVar[bool] = ContextVar("skips_writes", default=False)
@@ -41,11 +42,6 @@ data, for when other ranks have let go of it."""
 
 class AbsentDataError(RuntimeError):
     """The data of a placeholder was needed."""
-
-
-def own_device(kind: str) -> torch.device:
-    """This process's device of a kind, with its index, as tensors have it."""
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class TensorSpec:

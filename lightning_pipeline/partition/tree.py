@@ -44,8 +44,8 @@ def dumps(obj: Any) -> bytes:
 
 
 def own_device(kind: str) -> torch.device:
-    """This process's device of a type."""
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    """This process's device of a kind, with its index, as tensors have it."""
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _reduce(device: torch.device) -> Any:

@@ -92,7 +92,7 @@ def fit(
         trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     result.state = {name: t.clone() for name, t in trainer.strategy.lightning_module_state_dict().items()}
     if isinstance(strategy, PipelineStrategy):
-        result.held = strategy.ownership.local_names()
+        result.held = list(filter(strategy.ownership.is_local, strategy.ownership.holders))
     result.num_threads = psutil.Process().num_threads()
     return result
 

@@ -145,7 +145,7 @@ def train(
     if trainer.global_rank == 0:
         found["checkpoint"] = torch.load(folder / "run.ckpt", weights_only=True)
     tied = module.net.head.weight
-    is_held = "net.head.weight" in trainer.strategy.ownership.local_names()
+    is_held = trainer.strategy.ownership.is_local("net.head.weight")
     if is_held:
         with torch.no_grad():
             tied.fill_(trainer.global_rank)
