@@ -216,10 +216,8 @@ class _Snapshot:
             self._visit_attributes(f"{name}.", vars(value))
         elif isinstance(value, random.Random):
             self._undo.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, torch.Generator):
-            self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, numpy.random.RandomState):
-            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, (torch.Generator, numpy.random.RandomState)):
+            self._undo.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
         elif isinstance(value, numpy.random.Generator):
             self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
         elif isinstance(value, numpy.ndarray):
