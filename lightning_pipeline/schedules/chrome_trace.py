@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_pipeline.schedules.schedule import Action, Kind
-from lightning_pipeline.schedules.simulation import needs
+from lightning_pipeline.schedules.schedule import Action
+from lightning_pipeline.schedules.simulation import SENDS, needs, sent_by
 from lightning_pipeline.schedules.timeline import Reductions, Timeline, extent, replicas_of
 from lightning_pipeline.schedules.validation import (
     MAX_PROCESSES,
@@ -118,9 +118,8 @@ def _arrows(timeline: Timeline) -> Iterator[tuple[int, float, int, float]]:
         sent: dict[Action, tuple[int, float]] = {}
         for rank in rows:
             for action, start, end in timeline[rank]:
-                if action.kind in (Kind.SEND_F, Kind.SEND_B):
-                    kind = Kind.F if action.kind is Kind.SEND_F else Kind.I
-                    sent[Action(kind, action.stage, action.microbatch)] = rank, (start + end) / 2
+                if action.kind in SENDS:
+                    sent[sent_by(action)] = rank, (start + end) / 2
         num_stages = 1 + max((action.stage for rank in rows for action, _, _ in timeline[rank]), default=0)
         for rank in rows:
             for action, start, _ in timeline[rank]:

@@ -219,7 +219,7 @@ def simulate(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Seque
 
 
 def _peak_live(orders: CompactOrders) -> Callable[[Numbers], int]:
-    """For a rank's row, the most activations that it holds; see ``simulation._peak_live``."""
+    """For a rank's row, the most activations that it holds; see ``simulation.peak_bytes``."""
     if not orders.has_backward:
         return lambda row: min(1, len(row))
     change = np.zeros(orders.num_numbers, np.int32)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from lightning_pipeline.schedules.schedule import Action, Kind
+from lightning_pipeline.schedules.simulation import SENDS
 from lightning_pipeline.schedules.validation import ScheduleError, read_text
 
 SUFFIX = ".live"
@@ -100,7 +101,7 @@ def at_work(
     if not is_waiting:
         doing = "computes" if action.kind.is_compute else "exchanges"
         return f"{doing} {action}", live + (action.kind is Kind.F)
-    if action.kind in (Kind.SEND_F, Kind.SEND_B):
+    if action.kind in SENDS:
         peer = action.stage + (1 if action.kind is Kind.SEND_F else -1)
         return f"waits until rank {ranks[peer]} takes what {action} sends", live
     is_forward = action.kind in (Kind.F, Kind.RECV_F)

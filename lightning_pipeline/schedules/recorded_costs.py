@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
-from lightning_pipeline.schedules.simulation import Simulation, needs, simulate
+from lightning_pipeline.schedules.simulation import SENDS, Simulation, needs, sent_by, simulate, yields
 from lightning_pipeline.schedules.timeline import Timeline
 from lightning_pipeline.schedules.validation import ScheduleError
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_SENT_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class _Computation(NamedTuple):
     @property
     def result(self) -> Action:
         """What another rank may receive of it; of a whole backward the gradients of the inputs."""
-        return replace(self.action, kind=Kind.I) if self.action.kind is Kind.B else self.action
+        return yields(self.action)[0]
 
     @property
     def boundary(self) -> int:
@@ -170,8 +169,8 @@ def _computations(timeline: Timeline, placement: Sequence[int]) -> Iterator[_Com
     for row in timeline:
         before = 0.0
         for action, start, end in row:
-            if action.kind in _SENT_BY:
-                value = replace(action, kind=_SENT_BY[action.kind])
+            if action.kind in SENDS:
+                value = sent_by(action)
                 sent[value], sending[value] = end, end - before
             # A receive takes time only where it waits, which is not the rank's doing.
             before = before + (end - start) if action.kind in _RECEIVES else end

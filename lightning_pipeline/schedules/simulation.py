@@ -16,6 +16,8 @@ from lightning_pipeline.schedules.offloading import HostLink, away_in, by_place,
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, format_grid
 from lightning_pipeline.schedules.validation import ScheduleError
 
+SENDS = (Kind.SEND_F, Kind.SEND_B)
+
 
 class Message(NamedTuple):
     """The two ends of one transfer: the sender's action and the receiver's."""
@@ -29,6 +31,11 @@ def yields(action: Action) -> tuple[Action, ...]:
     if action.kind is Kind.B:
         return Action(Kind.I, action.stage, action.microbatch), Action(Kind.W, action.stage, action.microbatch)
     return (action,)
+
+
+def sent_by(send: Action) -> Action:
+    """The value that a send carries."""
+    return Action(Kind.F if send.kind is Kind.SEND_F else Kind.I, send.stage, send.microbatch)
 
 
 def source_of(value: Action, schedule: Schedule) -> Action:
@@ -129,7 +136,7 @@ def simulate(
     costs = {Kind.F: f, Kind.I: i, Kind.W: w, Kind.B: [a + b for a, b in zip(i, w, strict=True)]}
     between = transfer if isinstance(transfer, Sequence) else [transfer] * (schedule.num_stages - 1)
     between = _per_stage("transfer", [*between, 0.0], schedule.num_stages)
-    links, share = [], [offload] * schedule.num_stages if offload else []
+    links = []
     if offload:
         schedule.require_small("simulated with activations in host memory")
         to_host = _per_stage("host_transfer", host_transfer, schedule.num_stages)
@@ -150,7 +157,10 @@ def simulate(
     makespan = max((order[-1].end for order in spans if order), default=0.0)
     busy = sum(span.end - span.start for order in spans for span in order)
     bubble = 1 - busy / (makespan * schedule.num_ranks) if makespan else 0.0
-    peaks = [_peak_live(order, share, has_backward=schedule.has_backward) for order in schedule.orders]
+    # An activation lives from its F to the end of its B or W; without a backward only while F runs.
+    peaks: list[float] = [min(1, len(order)) for order in schedule.orders]
+    if schedule.has_backward:
+        peaks = peak_bytes(schedule, [1] * schedule.num_stages, sent=[offload] * schedule.num_stages if offload else ())
     return Simulation(makespan, bubble, peaks, spans, [link.waited for link in links])
 
 
@@ -224,23 +234,6 @@ def _deadlock(schedule: Schedule, stuck: dict[int, int], ready: dict[Action, flo
     return schedule.error(f"deadlock, {'; '.join(waits)}", set(stuck.items()))
 
 
-def _peak_live(order: Sequence[Action], share: Sequence[float], *, has_backward: bool) -> float:
-    """An activation lives from its F to the end of its B or W; without a backward only while F runs."""
-    if not has_backward:
-        return min(1, len(order))
-    changes = changes_of(order, share)
-    live = peak = 0.0 if share else 0
-    for place, action in enumerate(order):
-        live += changes.get(place, 0)
-        peak = max(peak, live)
-        if action.kind is Kind.F:
-            live += 1
-            peak = max(peak, live)
-        elif action.kind in (Kind.B, Kind.W):
-            live -= 1
-    return peak
-
-
 def _per_stage(name: str, cost: Cost, num_stages: int) -> list[float]:
     costs = [float(c) for c in cost] if isinstance(cost, Sequence) else [float(cost)] * num_stages
     if len(costs) != num_stages:
@@ -297,12 +290,13 @@ def peak_bytes(
     """
     during = {Kind.F: forward or kept, Kind.B: backward or kept, Kind.I: backward or kept}
     peaks = []
-    for order in schedule.compute():
-        live = peak = 0.0
+    for order in schedule.compute().orders:
+        live: float = 0  # stays whole where sizes are
+        peak: float = 0
         changes = changes_of(order, sent)
         for place, action in enumerate(order):
             stage = action.stage
-            live += changes.get(place, 0.0)
+            live += changes.get(place, 0)
             others = live - kept[stage] * (action.kind is not Kind.F)
             peak = max(peak, live, others + during.get(action.kind, kept)[stage])
             if action.kind is Kind.F:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_pipeline.schedules.offloading import away_in
 from lightning_pipeline.schedules.schedule import Action, Kind
-from lightning_pipeline.schedules.simulation import needs
+from lightning_pipeline.schedules.simulation import SENDS, needs, sent_by, yields
 from lightning_pipeline.schedules.timeline import Timeline, extent
 
 
@@ -64,7 +64,7 @@ def waits(
     last = max((span for row in timeline for span in row if span[0].kind.is_compute), key=lambda s: s[2], default=None)
     found: list[list[Wait]] = []
     for rank, row in enumerate(timeline):
-        beside = [(start, stop, Cause.TRANSFER) for action, start, stop in row if action.kind in _SENDS]
+        beside = [(start, stop, Cause.TRANSFER) for action, start, stop in row if action.kind in SENDS]
         own: list[Wait] = []
         free = begin
         for action, start, stop in sorted((span for span in row if span[0].kind.is_compute), key=lambda span: span[1]):
@@ -93,7 +93,6 @@ def shares(waits_of_rank: Sequence[Wait], duration: float) -> dict[str, float]:
     return total
 
 
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
 _Border = tuple[float, Cause, Action | None]
 
 
@@ -133,12 +132,10 @@ def _values(timeline: Timeline) -> tuple[dict[Action, tuple[Action, float]], dic
     for rank, row in enumerate(timeline):
         for action, _, end in row:
             rank_of[action.stage] = rank
-            value = Action(Kind.I if action.kind is Kind.B else action.kind, action.stage, action.microbatch)
-            if action.kind in _SENDS:
-                kind = Kind.F if action.kind is Kind.SEND_F else Kind.I
-                sent[Action(kind, action.stage, action.microbatch)] = end
+            if action.kind in SENDS:
+                sent[sent_by(action)] = end
             elif action.kind.is_compute:
-                made[value] = action, end
+                made[yields(action)[0]] = action, end
     return made, sent, rank_of
 
 
