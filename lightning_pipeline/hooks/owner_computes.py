@@ -44,10 +44,11 @@ from lightning_pipeline.hooks.operands import (
     share_kept,
 )
 from lightning_pipeline.hooks.optimizer_states import OptimizerStates, ParameterGradients
-from lightning_pipeline.hooks.patches import hooks_seen
+from lightning_pipeline.hooks.patches import parameters_seen
 from lightning_pipeline.hooks.placed_calls import PlacedCalls, is_draw
 from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.hooks.slices import (
+    gathered_by_hooks,
     on_whole_tensors,
     on_windows,
     refuse_window_of_first_rank,
@@ -58,7 +59,7 @@ from lightning_pipeline.partition.comparisons import REFLECTED, is_never_equal, 
 from lightning_pipeline.partition.compiled import compiled_as_asked, compiled_as_written
 from lightning_pipeline.partition.kept_parameters import in_their_places, whole_in_steps
 from lightning_pipeline.partition.memory import copied
-from lightning_pipeline.partition.ownership import holders_of, named_tensors
+from lightning_pipeline.partition.ownership import absent_state_expected, holders_of, named_tensors
 from lightning_pipeline.partition.placeholder import (
     COPY,
     Placeholder,
@@ -157,7 +158,8 @@ class OwnerComputes(TorchFunctionMode):
             # A mode that a hook enters may stand until a later hook, which leaves it from the top of the stack.
             own = _torch.lowest_function_mode(self)
             written = compiled_as_written(self._recorder.note_as_written)
-            with hooks_seen(self.keys), noted, states, written, own:
+            gathered = gathered_by_hooks()
+            with absent_state_expected(), parameters_seen(self.keys), gathered, noted, states, written, own:
                 yield
             self._exchanges.send()
             self._lent.check()

@@ -10,19 +10,11 @@ from torch import Tensor, nn
 
 from lightning_pipeline import _torch
 from lightning_pipeline.hooks.operands import TensorKeys
-from lightning_pipeline.hooks.slices import gathered_by_hooks
 from lightning_pipeline.partition.overrides import overridden
-from lightning_pipeline.partition.ownership import absent_state_expected, holders_of
+from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, placeholder
 from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.recording.tensor_copies import copies_of_parameters_seen
-
-
-@contextmanager
-def hooks_seen(keys: TensorKeys) -> Iterator[None]:
-    """While entered, what a hook does beside calls of functions is seen."""
-    with absent_state_expected(), parameters_seen(keys), gathered_by_hooks():
-        yield
 
 
 @contextmanager

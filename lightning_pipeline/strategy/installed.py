@@ -30,7 +30,7 @@ from .lightning_private import (
     skip_before_transfer,
 )
 from .manual import backwards_met
-from .patches import agree_on_overflow, leave_synced_over, shared_statistics, silence_writers, sync_over
+from .patches import agree_on_overflow, leave_synced_over, share_statistics, silence_writers, sync_over
 from .rank_zero import follow_first_rank
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def installed(session: Session) -> ExitStack:
         override(torch, "is_inference_mode_enabled", partial(_is_in_inference, trainer))
         if owner_computes is not None:
             # Hooks and callbacks see a module of which this rank holds a part.
-            stack.enter_context(compare_parameters_by_identity())
+            compare_parameters_by_identity(override)
             in_parts = strategy.save_distributed_checkpoint
             follow_hooks(module, owner_computes, override, replicas=session.replicas, gathers_nothing=in_parts)
             owner_computes.states.optimizers = session.optimizers.optimizers
@@ -62,7 +62,7 @@ def installed(session: Session) -> ExitStack:
             owner_computes.states.are_shared_out = session.optimizers.are_shared_out
             stack.enter_context(pipeline.recorder.patched())
             stack.enter_context(owner_computes.patched())
-            stack.enter_context(follow_first_rank(module, override))
+            follow_first_rank(module, override)
             skip_graphs(module, override, are_logged=session.has_logged_graphs)
         elif session.optimizers.are_shared_out:
             refuse_states_in_hooks(module, session.optimizers.refused_in, override)
@@ -70,7 +70,7 @@ def installed(session: Session) -> ExitStack:
         stack.callback(forget_states)
         if not session.is_single_process:
             _let_many_agree(session, override)
-            stack.enter_context(shared_statistics(module, session.replicas))
+            share_statistics(module, session.replicas, override)
         if not session.gets_batches:  # their tensors are on the meta device
             skip_before_transfer(module, override)
         if not strategy.output_broadcast and pipeline.rank != pipeline.last_rank:

@@ -35,29 +35,26 @@ def call_before_stopping(
         after_batches: also after each training batch, and not only after the hooks around epochs and validations.
     """
     fit = trainer.fit_loop
-    before: list[tuple[Any, str]] = [(fit, "run")]
-    if after_batches:
-        before.append((trainer._logger_connector, "update_train_step_metrics"))
-    after = [
-        (fit.epoch_loop.val_loop, "run"),
-        (fit, "on_run_start"),
-        (fit, "on_advance_start"),
-        (fit, "on_advance_end"),
-    ]
 
-    def calling(plain: Callable[..., Any], is_first: bool) -> Callable[..., Any]:
+    def call_around(owner: Any, name: str, *, before: bool) -> None:
+        plain = getattr(owner, name)
+
         def run(*args: Any) -> Any:
-            if is_first:
+            if before:
                 function()
             result = plain(*args)
-            if not is_first:
+            if not before:
                 function()
             return result
 
-        return run
+        override(owner, name, run)
 
-    for owner, name in (*before, *after):
-        override(owner, name, calling(getattr(owner, name), (owner, name) in before))
+    call_around(fit, "run", before=True)
+    if after_batches:
+        call_around(trainer._logger_connector, "update_train_step_metrics", before=True)
+    call_around(fit.epoch_loop.val_loop, "run", before=False)
+    for name in ("on_run_start", "on_advance_start", "on_advance_end"):
+        call_around(fit, name, before=False)
 
 
 def call_after_epochs(trainer: Trainer, function: Callable[[], None], override: Override) -> None:

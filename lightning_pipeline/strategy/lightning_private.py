@@ -180,18 +180,15 @@ def call_before_update(plugin: Precision, function: Callable[[Any], None], overr
     override(plugin, "_after_closure", InPlaceOf(clip, clip_and_call))
 
 
-@contextmanager
-def compare_parameters_by_identity() -> Iterator[None]:
-    """While entered, finetuning callbacks compare parameters by identity to find those that an optimizer lacks. They
-    compare values otherwise, which parameters of other stages do not have."""
+def compare_parameters_by_identity(override: Override) -> None:
+    """Let finetuning callbacks compare parameters by identity to find those that an optimizer lacks. They compare
+    values otherwise, which parameters of other stages do not have."""
 
     def new_to(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in held]
 
-    with overridden() as override:
-        override(BaseFinetuning, "filter_on_optimizer", staticmethod(new_to))
-        yield
+    override(BaseFinetuning, "filter_on_optimizer", staticmethod(new_to))
 
 
 def silence_sync_warning() -> None:
@@ -295,12 +292,9 @@ def wait_for_data_within(
 
     def prepare_data() -> None:
         del connector.prepare_data
-        vars(data_connector)["_InfiniteBarrier"] = Barrier
-        try:
-            with preparing():
-                connector.prepare_data()
-        finally:
-            vars(data_connector)["_InfiniteBarrier"] = _InfiniteBarrier
+        with overridden() as override, preparing():
+            override(data_connector, "_InfiniteBarrier", Barrier)
+            connector.prepare_data()
 
     connector.prepare_data = prepare_data  # type: ignore[method-assign]
 

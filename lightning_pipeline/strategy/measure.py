@@ -33,7 +33,7 @@ from lightning_pipeline.runtime.transport import Transport
 from .._lightning import DummyLogger, LightningModule, Logger, is_param_in_hook_signature, rank_zero_only
 from .manual import losses_noted
 from .outputs import loss_in
-from .patches import own_statistics
+from .patches import keep_statistics
 from .stage_optimizers import inner
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def without_side_effects(module: LightningModule, device: torch.device) -> Itera
         left_as_it_was(module, reached_by_trainer(module)),
         redirect_stdout(io.StringIO()),
         generators_kept(device),
-        own_statistics(module, replicas),
         overridden() as set_for_now,
     ):
         override: Override = set_for_now
+        keep_statistics(module, replicas, override)
         override(strategy, "all_gather", all_gather)
         override(strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
         override(strategy, "barrier", lambda *args: None)

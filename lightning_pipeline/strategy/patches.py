@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -113,28 +112,20 @@ def convert_batch_norms(
         )
 
 
-@contextmanager
-def shared_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
-    """While entered, SyncBatchNorm layers synchronise over the replicas of their stage. Without replicas they are
-    ordinary batch norms. Layers with a process group of the user's stay as they are."""
-    with overridden() as override:
-        for layer in _layers(module, None):
-            if replicas is None:
-                override(layer, "forward", MethodType(_torch.BatchNorm.forward, layer))
-            else:
-                override(layer, "process_group", replicas.group)
-        yield
+def share_statistics(module: nn.Module, replicas: Replicas | None, override: Override) -> None:
+    """Let SyncBatchNorm layers synchronise over the replicas of their stage. Without replicas they are ordinary batch
+    norms. Layers with a process group of the user's stay as they are."""
+    if replicas is None:
+        keep_statistics(module, None, override)
+        return
+    for layer in module.modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.process_group is None:
+            override(layer, "process_group", replicas.group)
 
 
-@contextmanager
-def own_statistics(module: nn.Module, replicas: Replicas | None) -> Iterator[None]:
-    """While entered, SyncBatchNorm layers that synchronise over replicas, or would, are ordinary batch norms."""
-    with overridden() as override:
-        for layer in _layers(module, None, replicas.group if replicas is not None else None):
+def keep_statistics(module: nn.Module, replicas: Replicas | None, override: Override) -> None:
+    """Let SyncBatchNorm layers that synchronise over replicas, or would, be ordinary batch norms."""
+    groups = (None, replicas.group if replicas is not None else None)
+    for layer in module.modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.process_group in groups:
             override(layer, "forward", MethodType(_torch.BatchNorm.forward, layer))
-        yield
-
-
-def _layers(module: nn.Module, *groups: Any) -> list[nn.SyncBatchNorm]:
-    """SyncBatchNorm layers with one of these process groups."""
-    return [sub for sub in module.modules() if isinstance(sub, nn.SyncBatchNorm) and sub.process_group in groups]

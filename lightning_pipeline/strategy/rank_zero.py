@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -136,39 +136,23 @@ class _Experiment:
         read_before(self._real.__setitem__)(key, value)
 
 
-def follow_first_rank(module: LightningModule, override: Override) -> ExitStack:
-    """Let what the first rank prints and logs in steps be read by all ranks, until the returned stack is closed."""
+def follow_first_rank(module: LightningModule, override: Override) -> None:
+    """Let what the first rank prints and logs in steps be read by all ranks."""
     plain = module.print
 
     def show(*args: Any, **kwargs: Any) -> None:
         plain(*map(str, args), **kwargs)  # on all ranks, of which each may hold some of it
 
     override(module, "print", show)
-    with ExitStack() as stack:
-        for cls in {type(logger) for logger in module.trainer.loggers}:
-            found = inspect.getattr_static(cls, "experiment", None)
-            if isinstance(found, property) and found.fget is not None:
-                stack.enter_context(_experiments_followed(cls, found.fget))
-        return stack.pop_all()
+    for cls in {type(logger) for logger in module.trainer.loggers}:
+        found = inspect.getattr_static(cls, "experiment", None)
+        if isinstance(found, property) and found.fget is not None:
+            override(cls, "experiment", property(partial(_experiment, found.fget)))
 
 
-def _experiments_followed(cls: Any, get: Callable[[Any], Any]) -> ExitStack:
-    """A context in which the experiments of a class of loggers are followed in steps."""
-    before = vars(cls).get("experiment")
-    stack = ExitStack()
-
-    def experiment(logger: Any) -> Any:
-        if running_recording() is not None:
-            return _Experiment(get(logger))
-        in_hook.note_rank()  # what other ranks get does nothing
-        return get(logger)
-
-    def restore() -> None:
-        if before is None:
-            del cls.experiment
-        else:
-            cls.experiment = before
-
-    cls.experiment = property(experiment)
-    stack.callback(restore)
-    return stack
+def _experiment(get: Callable[[Any], Any], logger: Any) -> Any:
+    """A logger's experiment, which is followed in steps."""
+    if running_recording() is not None:
+        return _Experiment(get(logger))
+    in_hook.note_rank()  # what other ranks get does nothing
+    return get(logger)

@@ -11,7 +11,8 @@ from lightning.pytorch.plugins import TorchSyncBatchNorm
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_pipeline.strategy.patches import convert_batch_norms, own_statistics, shared_statistics
+from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.strategy.patches import convert_batch_norms, keep_statistics, share_statistics
 
 REPLICAS: Any = SimpleNamespace(group=object())
 DEVICE = torch.device("cuda")
@@ -27,10 +28,12 @@ def ordinary(layer: nn.Module) -> bool:
 
 def test_they_exchange_with_the_replicas_of_their_stage() -> None:
     module = layers()
-    with shared_statistics(module, REPLICAS):
+    with overridden() as override:
+        share_statistics(module, REPLICAS, override)
         assert [layer.process_group for layer in (module[1], module[2])] == [REPLICAS.group, "the user's"]
         assert not any(map(ordinary, module))
-        with own_statistics(module, REPLICAS):  # while a cut is measured
+        with overridden() as override:
+            keep_statistics(module, REPLICAS, override)  # while a cut is measured
             assert [ordinary(layer) for layer in (module[1], module[2])] == [True, False]
         assert not any(map(ordinary, module))
     assert module[1].process_group is None
@@ -38,9 +41,11 @@ def test_they_exchange_with_the_replicas_of_their_stage() -> None:
 
 def test_without_replicas_they_are_ordinary() -> None:
     module = layers()
-    with shared_statistics(module, None):
+    with overridden() as override:
+        share_statistics(module, None, override)
         assert [ordinary(layer) for layer in (module[1], module[2])] == [True, False]
-        with own_statistics(module, None):
+        with overridden() as override:
+            keep_statistics(module, None, override)
             assert ordinary(module[1])
         assert ordinary(module[1])
     assert not ordinary(module[1])
