@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_pipeline.engine.slices import slice_like
 from lightning_pipeline.hooks.operands import Exchanges, Operands, TensorKeys
+from lightning_pipeline.partition.attributes import USES_OF_DICT, call_before
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
 from lightning_pipeline.partition.users_code import users_line
@@ -162,21 +163,7 @@ class _WholeState(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(dict.items(self))
 
 
-def _used_first(name: str) -> Callable[..., Any]:
-    plain = getattr(defaultdict, name)
-
-    def run(self: _WholeState, *args: Any, **kwargs: Any) -> Any:
-        self.use()
-        return plain(self, *args, **kwargs)
-
-    return run
-
-
-for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__"),
-    *("get", "keys", "values", "items", "pop", "popitem", "clear", "setdefault", "update", "copy"),
-):
-    setattr(_WholeState, _name, _used_first(_name))
+call_before(_WholeState, USES_OF_DICT, _WholeState.use)
 
 
 class ParameterGradients:

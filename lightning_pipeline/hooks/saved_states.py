@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lightning_pipeline.hooks.operands import Exchanges, TensorKeys
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.attributes import call_before
 from lightning_pipeline.partition.placeholder import TensorSpec, placeholder
 from lightning_pipeline.partition.users_code import users_line
 
@@ -28,32 +28,24 @@ class OnFirstRank(dict[str, Any]):
         self.is_seen = is_seen
 
     def __missing__(self, name: str) -> Any:
-        raise _only_on_first_rank(repr(name))
+        self._refuse(repr(name))
 
-
-def _only_on_first_rank(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} of a checkpoint is read where only rank 0 has the state ({users_line()}): read it under "
-        f"`if self.trainer.is_global_zero:`"
-    )
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def run(self: OnFirstRank, *args: Any) -> Any:
+    def _refuse_if_seen(self) -> None:
         if self.is_seen:
-            raise _only_on_first_rank("a state dict")
-        return plain(self, *args)
+            self._refuse("a state dict")
 
-    return run
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} of a checkpoint is read where only rank 0 has the state ({users_line()}): read it under "
+            f"`if self.trainer.is_global_zero:`"
+        )
 
 
-for _name in (
+_READS = (
     *("__contains__", "__iter__", "__len__", "__eq__", "__repr__", "__delitem__", "__reversed__"),
     *("get", "keys", "values", "items", "copy", "pop", "popitem"),
-):
-    setattr(OnFirstRank, _name, _refused(_name))
+)
+call_before(OnFirstRank, _READS, OnFirstRank._refuse_if_seen)
 
 
 class SavedStates:

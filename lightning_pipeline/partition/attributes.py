@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,27 @@ def attributes_of(value: Any) -> Mapping[str, Any] | None:
     found: Mapping[str, Any] | None = getattr(value, "__dict__", None)
     cls: Any = type(value)
     return Slots(value) if found is None and slots_of(cls) else found
+
+
+USES_OF_DICT = (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__"),
+    *("get", "keys", "values", "items", "pop", "popitem", "clear", "setdefault", "update", "copy"),
+)
+"""The methods by which a dictionary is used."""
+
+
+def call_before(cls: type, methods: Iterable[str], function: Callable[[Any], None]) -> None:
+    """Let methods that a class inherits call a function with their object first."""
+
+    def calling(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            function(self)
+            return plain(self, *args, **kwargs)
+
+        return run
+
+    for name in methods:
+        setattr(cls, name, calling(getattr(cls, name)))
 
 
 class Slots(Mapping[str, Any]):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.attributes import USES_OF_DICT, call_before
 from lightning_pipeline.partition.memory import num_storage_bytes
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import Placeholder, is_absent
@@ -138,20 +139,11 @@ class _InParts(defaultdict[Any, Any]):
         self.own = optimizer.state
         self.name, self.when, self.way_out = type(optimizer).__name__, when, way_out
 
-
-def _refused(method: str) -> Callable[..., Any]:
-    def refuse(self: _InParts, *args: Any, **kwargs: Any) -> Any:
+    def refuse(self) -> NoReturn:
         raise RuntimeError(
             f"{self.name}.state is used {self.when} ({users_line()}), of which this rank has only a part: "
             f"{self.way_out}"
         )
 
-    return refuse
 
-
-for _method in (
-    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__"),
-    *("__reduce__", "__copy__", "get", "keys", "values", "items", "pop", "popitem", "clear", "setdefault", "update"),
-    "copy",
-):
-    setattr(_InParts, _method, _refused(_method))
+call_before(_InParts, (*USES_OF_DICT, "__reduce__", "__copy__"), _InParts.refuse)
