@@ -48,57 +48,36 @@ def global_grad_norm(
     if transport is None and not any(isinstance(grad, DTensor) for _, grad in named_grads):
         return torch.nn.utils.get_total_norm([grad for _, grad in named_grads], norm_type)
     columns = {name: column for column, name in enumerate(dtypes)}
+    own = [columns[name] for name, _ in named_grads]
+    norms = _norms([grad for _, grad in named_grads], float(norm_type)) if named_grads else None
+    # A fixed place for each parameter: stages need not know which gradients the others have.
     if transport is not None and transport.can_share_on_device:
-        return _norm_on_device(named_grads, columns, dtypes, ownership, transport, float(norm_type))
-    # One message with a fixed place for each parameter: stages need not know which gradients the others have.
-    vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
-    if named_grads:
-        norms = _norms([grad for _, grad in named_grads], float(norm_type))
-        vector[[columns[name] for name, _ in named_grads]] = norms.cpu()
-    table = [vector.tolist()]
-    if transport is not None:
-        table = transport.all_gather_vector(vector, "gradient norms").tolist()
-
-    found: dict[str, float] = {}
-    for name, column in columns.items():
-        first = next((stage for stage in ownership.holders[name] if table[stage][column] != _NO_GRADIENT), None)
-        if first is not None:
-            found[name] = table[first][column]
-    if not found:
-        return torch.tensor(0.0)
-    device = named_grads[0][1].device if named_grads else torch.device("cpu")
-    order, dtype = _order_of_norms(found, dtypes, device)
-    norms = torch.tensor([found[name] for name in order], dtype=torch.float64).to(device=device, dtype=dtype)
-    return torch.linalg.vector_norm(norms, float(norm_type))
-
-
-def _norm_on_device(
-    named_grads: list[tuple[str, Tensor]],
-    columns: Mapping[str, int],
-    dtypes: Mapping[str, torch.dtype],
-    ownership: Ownership,
-    transport: Transport,
-    norm_type: float,
-) -> Tensor:
-    """The same without a wait for the device: hosts tell one another which gradients there are, devices the norms."""
-    here = torch.zeros(len(columns), dtype=torch.float64)
-    here[[columns[name] for name, _ in named_grads]] = 1
-    presence = transport.all_gather_vector(here, "which gradients there are").tolist()
+        # Without a wait for the device: hosts tell one another which gradients there are, devices the norms.
+        device = transport.device
+        here = torch.zeros(len(columns), dtype=torch.float64)
+        here[own] = 1
+        is_there = transport.all_gather_vector(here, "which gradients there are").tolist()
+        vector = torch.zeros(len(columns), dtype=torch.float64, device=device)
+        if norms is not None:
+            vector[_index(tuple(own), device)] = norms.to(device)
+        table = transport.all_gather_on_device(vector, "gradient norms")
+    else:
+        device = torch.device("cpu") if norms is None else norms.device
+        vector = torch.full((len(columns),), _NO_GRADIENT, dtype=torch.float64)
+        if norms is not None:
+            vector[own] = norms.cpu()
+        table = vector[None] if transport is None else transport.all_gather_vector(vector, "gradient norms")
+        is_there = (table != _NO_GRADIENT).tolist()
     places: dict[str, int] = {}
     for name, column in columns.items():
-        first = next((stage for stage in ownership.holders[name] if presence[stage][column]), None)
+        first = next((stage for stage in ownership.holders[name] if is_there[stage][column]), None)
         if first is not None:
             places[name] = first * len(columns) + column
-    norms = torch.zeros(len(columns), dtype=torch.float64, device=transport.device)
-    if named_grads:
-        own = _norms([grad for _, grad in named_grads], norm_type).to(transport.device)
-        norms[_index(tuple(columns[name] for name, _ in named_grads), transport.device)] = own
-    table = transport.all_gather_on_device(norms, "gradient norms").flatten()
     if not places:
         return torch.tensor(0.0)
-    order, dtype = _order_of_norms(places, dtypes, transport.device)
-    found = table[_index(tuple(places[name] for name in order), transport.device)]
-    return torch.linalg.vector_norm(found.to(dtype), norm_type)
+    order, dtype = _order_of_norms(places, dtypes, device)
+    found = table.flatten()[_index(tuple(places[name] for name in order), table.device)]
+    return torch.linalg.vector_norm(found.to(device=device, dtype=dtype), float(norm_type))
 
 
 @lru_cache(maxsize=64)
