@@ -14,7 +14,7 @@ from lightning_pipeline.cli.report import file_of
 from lightning_pipeline.schedules import ScheduleError
 from lightning_pipeline.schedules.live import SUFFIX, LiveRank, read_live
 from lightning_pipeline.schedules.records import RecordedStep, Records, read_last
-from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share
+from lightning_pipeline.schedules.timeline import extent, idle_share, slowest_stage
 from lightning_pipeline.schedules.waits import Cause, Wait, shares, waits
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _table(records: Records) -> Table:
     table = bare_table("rank", "stages", "busy", "waits most for", right=("", "live", "memory"))
     table.title = (
         f"{records.run.get('module', '')}, step {number}, {ago:.0f} s ago: {(end - begin) * 1e3:.4g} ms, bubble "
-        f"{idle_share(rows):.1%}, slowest stage {_slowest(rows)}"
+        f"{idle_share(rows):.1%}, slowest stage {slowest_stage(rows)}"
     )
     table.title_justify = "left"
     for pipeline in pipelines:
@@ -160,11 +160,3 @@ def _most(own: list[Wait], idle: dict[str, float]) -> str:
             by_stage[wait.on.stage] += wait.end - wait.start
     name = f"stage {max(by_stage, key=by_stage.__getitem__)}" if cause == Cause.PEER and by_stage else cause
     return f"{name}, {idle[cause]:.0%}"
-
-
-def _slowest(rows: Timeline) -> int:
-    busy: dict[int, float] = defaultdict(float)
-    for row in rows:
-        for action, start, end in row:
-            busy[action.stage] += (end - start) if action.kind.is_compute else 0.0
-    return max(busy, key=busy.__getitem__)

@@ -84,11 +84,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
     Raises:
         ScheduleError: for more than one virtual stage on a rank.
     """
-    if num_virtual_stages > 1:
-        raise ScheduleError(
-            f"1f1b runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
-            f"for several use interleaved_1f1b, interleaved_1f1b_low_memory or looped_bfs"
-        )
+    others = "interleaved_1f1b, interleaved_1f1b_low_memory or looped_bfs"
+    _require_one_virtual_stage("1f1b", num_virtual_stages, others)
     return _interleaved("1f1b", num_ranks, num_microbatches, num_virtual_stages, hop=1)
 
 
@@ -238,11 +235,13 @@ def _split_backwards(order: Sequence[Action], *, behind: int) -> tuple[Action, .
     return (*split, *waiting)
 
 
-def _require_one_virtual_stage(name: str, num_virtual_stages: int) -> None:
+def _require_one_virtual_stage(
+    name: str, num_virtual_stages: int, others: str = "interleaved_zero_bubble, for two in a V zbv"
+) -> None:
     if num_virtual_stages > 1:
         raise ScheduleError(
             f"{name} runs one virtual stage on each rank, got num_virtual_stages={num_virtual_stages}; "
-            f"for several use interleaved_zero_bubble, for two in a V zbv"
+            f"for several use {others}"
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipeline.schedules.schedule import Action
-from lightning_pipeline.schedules.timeline import extent
+from lightning_pipeline.schedules.timeline import extent, some_of
 from lightning_pipeline.schedules.validation import (
     MAX_PROCESSES,
     MAX_TIME,
@@ -182,7 +182,7 @@ def _records(lines: Sequence[str], path: str | PathLike[str]) -> Records:
             raise ScheduleError(f"{path} has no whole step yet; PipelineTimeline records every every_n_steps steps")
         read = [
             (int(_number(s["step"])), _number(s["time"]), [[_rank(r) for r in ranks] for ranks in s["pipelines"]])
-            for s in _thinned(steps)
+            for s in (steps[index] for index in some_of(len(steps), MAX_STEPS))
         ]
         for _, _, pipelines in read:
             extent([rank.actions for pipeline in pipelines for rank in pipeline])
@@ -191,13 +191,6 @@ def _records(lines: Sequence[str], path: str | PathLike[str]) -> Records:
             raise
         raise ScheduleError(f"{path} is no record of steps ({type(error).__name__}: {error})") from None
     return Records(run, read, advice, len(steps))
-
-
-def _thinned(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Evenly, the first and the last among them."""
-    if len(steps) <= MAX_STEPS:
-        return steps
-    return [steps[round(index * (len(steps) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)]
 
 
 def _line(kind: str, content: dict[str, Any]) -> str:

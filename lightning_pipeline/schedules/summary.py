@@ -8,7 +8,14 @@ from itertools import groupby
 from pathlib import Path
 
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule
-from lightning_pipeline.schedules.timeline import IDLE_COLOUR, LEGEND, Timeline, draw_legend, require_matplotlib
+from lightning_pipeline.schedules.timeline import (
+    IDLE_COLOUR,
+    LEGEND,
+    Timeline,
+    draw_legend,
+    require_matplotlib,
+    some_of,
+)
 
 MAX_GRID_PASSES = 4096
 """Virtual stages times micro-batches; what has more is shown in brief on a terminal."""
@@ -20,13 +27,6 @@ _REPEATED = [re.compile(rf"(.{{{period}}})\1*", re.DOTALL) for period in range(1
 
 Shares = dict[Kind, float]
 """Of a cell's time, by what a rank does in it; the rest is idle."""
-
-
-def some_of(count: int, most: int) -> list[int]:
-    """At most `most` numbers below `count`, evenly spaced, with the first and the last."""
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def phases(order: Sequence[Action]) -> str:

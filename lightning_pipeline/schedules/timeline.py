@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from os import PathLike
@@ -25,6 +26,13 @@ Timeline = Sequence[Sequence[tuple[Action, float, float]]]
 
 Reductions = Sequence[Sequence[tuple[float, float]]]
 """For each rank, when the all-reduces of its gradients over replicas start and end, one for each bucket."""
+
+
+def some_of(count: int, most: int) -> list[int]:
+    """At most `most` numbers below `count`, evenly spaced, with the first and the last."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def replicas_of(timeline: Timeline) -> list[range]:
@@ -61,6 +69,14 @@ def idle_share(timeline: Timeline) -> float:
     begin, end = extent(timeline)
     busy = sum(stop - start for row in timeline for action, start, stop in row if action.kind.is_compute)
     return 1 - busy / ((end - begin) * len(timeline)) if end > begin else 0.0
+
+
+def slowest_stage(timeline: Timeline) -> int:
+    """The virtual stage that computes for the longest time."""
+    busy: dict[int, float] = defaultdict(float)
+    for action, start, end in (span for row in timeline for span in row if span[0].kind.is_compute):
+        busy[action.stage] += end - start
+    return max(busy, key=busy.__getitem__)
 
 
 def overlapped_share(timeline: Timeline, reductions: Reductions) -> float:

@@ -145,8 +145,7 @@ class Advisor:
                 f"{self._peaks[least]:g}: raise it, or use more stages or smaller micro-batches"
             )
         self._placement, self._num_microbatches = placement, num_microbatches
-        alone = one_at_a_time(placement, num_microbatches)
-        self.first = Schedules(alone, "", num_stages, num_virtual_stages)
+        self.first = Schedules(one_at_a_time(placement, num_microbatches))
         """The schedules of the first steps."""
         if self._knows_kept:
             self._keep_bounds()
@@ -158,9 +157,8 @@ class Advisor:
 
     def _take(self, schedule: Schedule) -> None:
         """Make a candidate of an order that was found."""
-        num_ranks = schedule.num_ranks
-        virtual = schedule.num_stages // num_ranks
-        self._candidates[OPTIMIZED] = Schedules(schedule, "", num_ranks, virtual)
+        self._candidates[OPTIMIZED] = Schedules(schedule)
+        virtual = schedule.num_stages // schedule.num_ranks
         self._peaks[OPTIMIZED] = max(simulate(schedule, offload=self._offload).peak_live) / virtual
 
     def _keep_bounds(self) -> None:

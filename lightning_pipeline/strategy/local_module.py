@@ -54,9 +54,9 @@ _OBSTACLES = {
     _MEMORY: "the whole module does not fit into the memory of every rank",
     _SLICES: "FSDP or tensor parallelism has split its tensors",
 }
+"""Why the module stays in parts after a run."""
 _FROM_META: WeakSet[nn.Module] = WeakSet()
 """The modules that were built on the meta device."""
-"""Why the module stays in parts after a run."""
 
 
 class LocalModule:

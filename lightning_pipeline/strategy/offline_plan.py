@@ -29,6 +29,7 @@ from lightning_pipeline.planning.planner import NothingToCutError, ranked_plans
 from lightning_pipeline.planning.rebalance import Rebalance, rebalance
 from lightning_pipeline.planning.tracing import DeviceSpeed, estimate_step
 from lightning_pipeline.schedules import Kind, Schedule, ScheduleError, Simulation, measured_costs, recorded_schedule
+from lightning_pipeline.schedules.report import placement_of_timeline
 from lightning_pipeline.schedules.timeline import Timeline
 
 from .._lightning import LightningDataModule, LightningModule, Trainer, rank_zero_warn
@@ -134,10 +135,7 @@ def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timelin
             f"{type(module).__name__} has no stage_config, so the stages of the timeline are unknown: pin the cut of "
             f"that run (strategy.plan.save(path), stage_config=path)"
         )
-    placement = [0] * (1 + max(action.stage for row in timeline for action, _, _ in row))
-    for rank, row in enumerate(timeline):
-        for action, _, _ in row:
-            placement[action.stage] = rank
+    placement = placement_of_timeline(timeline)
     schedule = recorded_schedule(timeline, placement)
     has_virtual_stages = schedule.num_stages > schedule.num_ranks
     stages = resolve(module, config, schedule.num_ranks, has_virtual_stages=has_virtual_stages)

@@ -109,7 +109,7 @@ class ScheduleChoice:
         if self.name:
             full = full.on_ranks(ranks or {})
             check(full)
-            return Schedules(fuse(full), full.name, num_stages, num_virtual_stages, ranks)
+            return Schedules(fuse(full), full.name, ranks)
         _require(full, self.label, num_stages, num_virtual_stages, num_microbatches)
         for stage, rank in (ranks or {}).items():
             if full.placement[stage] != rank:
@@ -118,7 +118,7 @@ class ScheduleChoice:
                     f"{full.placement[stage]}: name no rank, or reorder the schedule's"
                 )
         check(full)
-        return Schedules(full, "", num_stages, num_virtual_stages)
+        return Schedules(full)
 
     def _full(self, num_stages: int, num_virtual_stages: int, num_microbatches: int) -> Schedule:
         if self.fixed is not None:
@@ -155,27 +155,21 @@ class ScheduleChoice:
 
 
 class Schedules:
-    """The schedule of a step for each number of micro-batches, all on one placement."""
+    """The schedule of a step for each number of micro-batches, all on one placement.
 
-    def __init__(
-        self,
-        full: Schedule,
-        name: str,
-        num_stages: int,
-        num_virtual_stages: int,
-        ranks: Mapping[int, int] | None = None,
-    ) -> None:
-        self.full = full
-        self.placement = full.placement
-        self._name = name
-        self._num_stages = num_stages
-        self._num_virtual_stages = num_virtual_stages
-        self._ranks = ranks or {}
+    Args:
+        name: of a schedule that is built for each number; "" for one that is cut down to it.
+    """
+
+    def __init__(self, full: Schedule, name: str = "", ranks: Mapping[int, int] | None = None) -> None:
+        self.full, self.placement = full, full.placement
+        self._name, self._ranks = name, ranks or {}
 
     def __call__(self, num_microbatches: int) -> Schedule:
         """The schedule for `num_microbatches`, of which a small last batch makes fewer than usual."""
         if self._name:
-            made = build_for_batch(self._name, self._num_stages, num_microbatches, self._num_virtual_stages)
+            num_ranks = self.full.num_ranks
+            made = build_for_batch(self._name, num_ranks, num_microbatches, self.full.num_stages // num_ranks)
             return fuse(made.on_ranks(self._ranks))
         return self.full.take(num_microbatches)
 

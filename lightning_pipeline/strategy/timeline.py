@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,7 @@ from lightning_pipeline.schedules.live import SUFFIX
 from lightning_pipeline.schedules.offloading import away_in
 from lightning_pipeline.schedules.records import RecordedStep
 from lightning_pipeline.schedules.simulation import peak_bytes
-from lightning_pipeline.schedules.timeline import extent, overlapped_share
+from lightning_pipeline.schedules.timeline import extent, overlapped_share, slowest_stage
 
 from .._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from .live_status import LiveStatus
@@ -243,10 +242,7 @@ def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequ
     }
     if any(rank.offload or rank.kept for pipeline in recorded for rank in pipeline):
         metrics.update(metric for pipeline in recorded for metric in _bytes_of(pipeline, placement))
-    busy: dict[int, float] = defaultdict(float)
-    for action, start, end in (span for row in timeline for span in row if span[0].kind.is_compute):
-        busy[action.stage] += end - start
-    metrics["pipeline/slowest_stage"] = float(max(busy, key=busy.__getitem__))
+    metrics["pipeline/slowest_stage"] = float(slowest_stage(timeline))
     if any(reductions):
         metrics["pipeline/reduction_overlap"] = overlapped_share(timeline, reductions)
     for pipeline, simulation in zip(recorded, simulations, strict=True):

@@ -16,14 +16,7 @@ from lightning_pipeline.schedules.report import labels_of, report_of_records
 from lightning_pipeline.schedules.timeline import Timeline, save_picture
 
 from .._lightning import LightningModule, rank_zero_warn
-from .measure import (
-    Described,
-    described,
-    estimate_training_step,
-    restored,
-    state_per_parameter,
-    without_side_effects,
-)
+from .measure import Described, bytes_with_state, described, estimate_training_step, restored, without_side_effects
 from .session import Session
 from .stage_optimizers import inner
 from .timeline_loggers import log_picture
@@ -103,20 +96,13 @@ class TimelineFiles:
         microbatch = restored(self._microbatch, device)[0]
         with without_side_effects(module, device):
             costs = estimate_training_step(module, microbatch, device)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        share = max((state_per_parameter(inner(one)) for one in session.strategy.optimizers), default=0.0)
-
-        def state_bytes(name: str) -> float:
-            parameter = parameters[name]
-            return parameter.numel() * parameter.element_size() * (1.0 + parameter.requires_grad * (1.0 + share))
-
         placement = pipeline.placement
         found = rebalance(
             costs,
             pipeline.recorder.calls.stages.exact,
             measured_costs([timeline], placement),
             recorded_schedule(timeline, placement),
-            state_bytes,
+            bytes_with_state(module, list(map(inner, session.strategy.optimizers))),
         )
         return {
             "stages": [asdict(stage) for stage in found.now.stages],

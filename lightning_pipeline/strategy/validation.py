@@ -189,16 +189,13 @@ def check_by_hand(module: LightningModule, max_live_bytes: int | None) -> None:
 def check_can_be_measured(module: LightningModule, tensor_parallel_size: int, context_parallel_size: int) -> None:
     """Raise a ValueError where a module cannot be cut automatically, as each rank has only slices of its tensors, or
     only parts of its sequences."""
-    if context_parallel_size > 1:
-        raise ValueError(
-            f"{type(module).__name__} has no stage_config, and with context_parallel_size={context_parallel_size} no "
-            f"rank runs a step by itself to find where to cut: name the first module of each later stage"
-        )
-    if tensor_parallel_size > 1:
-        raise ValueError(
-            f"{type(module).__name__} has no stage_config, and with tensor_parallel_size={tensor_parallel_size} no "
-            f"rank can run a step by itself to find where to cut: name the first module of each later stage"
-        )
+    sizes = {"context_parallel_size": context_parallel_size, "tensor_parallel_size": tensor_parallel_size}
+    for option, size in sizes.items():
+        if size > 1:
+            raise ValueError(
+                f"{type(module).__name__} has no stage_config, and with {option}={size} no rank can run a step by "
+                f"itself to find where to cut: name the first module of each later stage"
+            )
 
 
 def check_slices(module: LightningModule, trainer: Trainer, *, fsdp: bool, tensor_parallel: bool) -> None:
