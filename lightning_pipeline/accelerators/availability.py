@@ -26,11 +26,7 @@ class NPUUnavailableError(RuntimeError):
 
 
 def npu_module() -> ModuleType:
-    """`torch.npu`, with torch_npu imported if it was not.
-
-    Raises:
-        NPUUnavailableError: no NPU can be used.
-    """
+    """`torch.npu`, with torch_npu imported if it was not."""
     reason = why_unavailable()
     if reason is not None:
         raise NPUUnavailableError(reason)

@@ -73,11 +73,7 @@ class RankTable:
         return grouped(self.ranks, lambda rank: rank.server_id)
 
     def rank(self, rank_id: int) -> Rank:
-        """The rank of this number.
-
-        Raises:
-            RankTableError: the table has no such rank.
-        """
+        """The rank of this number."""
         for rank in self.ranks:
             if rank.rank_id == rank_id:
                 return rank

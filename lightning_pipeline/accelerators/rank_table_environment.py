@@ -133,9 +133,6 @@ class RankTableEnvironment(ClusterEnvironment):
 
     def device(self, device: torch.device) -> torch.device:
         """The NPU that the table gives this rank, instead of the one that Lightning would take; other devices as given.
-
-        Raises:
-            RankTableError: it is not among ASCEND_RT_VISIBLE_DEVICES.
         """
         return torch.device(DEVICE, visible_index(self.table, self.rank)) if device.type == DEVICE else device
 
@@ -209,11 +206,7 @@ def warn_of_placement(num_stages: int) -> None:
 
 
 def visible_index(table: RankTable, rank: Rank) -> int:
-    """The number by which torch knows the rank's device, counted among ASCEND_RT_VISIBLE_DEVICES.
-
-    Raises:
-        RankTableError: it is not among them.
-    """
+    """The number by which torch knows the rank's device, counted among ASCEND_RT_VISIBLE_DEVICES."""
     visible = os.environ.get(VISIBLE)
     if not visible:
         return rank.device_id

@@ -116,7 +116,6 @@ def check_checkpoint(
     Args:
         strict: the module and the checkpoint have to have the same names.
         goes_on: training is resumed, and not only weights are loaded.
-        path: the file's name for messages.
 
     Raises:
         CheckpointError: names some of the entries that do not fit, with both values, and the way out.
@@ -204,9 +203,6 @@ def check_optimizers(
 
     Args:
         layouts: the optimizers that load the states, with the groups that callbacks have added.
-
-    Raises:
-        CheckpointError: as `check_checkpoint`.
     """
     name = "the checkpoint" if path is None else str(path)
     states = checkpoint["optimizer_states"]

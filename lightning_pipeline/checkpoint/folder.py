@@ -143,7 +143,6 @@ def convert_checkpoint(source: Path, destination: Path, *, weights_only: bool = 
 
     Args:
         source: a folder that ``save_distributed_checkpoint=True`` has written, or a ``.ckpt`` file.
-        destination: where the other kind is written.
         weights_only: as for ``torch.load``: False also loads objects, which run code of their own.
 
     Returns:

@@ -73,7 +73,6 @@ def read_metadata(folder: Path, way_out: str) -> Metadata:
         way_out: a sentence for the message if it names another class, on how to load it all the same.
 
     Raises:
-        OSError: the system's.
         CheckpointError: the file names other classes than metadata has, or is damaged. Names the file.
     """
     path = folder / METADATA_FILE

@@ -276,11 +276,7 @@ class FolderWriter:
 
 @lru_cache(maxsize=2)
 def host_group(world: dist.ProcessGroup, timeout: timedelta, *, own: bool = False) -> dist.ProcessGroup:
-    """All ranks of `world`, the default group, over a backend for host memory. All ranks must call it.
-
-    Args:
-        own: a group that is used for nothing else.
-    """
+    """All ranks of `world`, the default group, over a backend for host memory. All ranks must call it."""
     if not own and dist.get_backend(world) == "gloo":
         return world
     return new_group(None, timeout, "gloo")

@@ -30,13 +30,11 @@ class ShardFiles:
     """The tensors of a folder in torch.distributed.checkpoint's format.
 
     Args:
-        path: the folder.
         weights_only: as for ``torch.load``. Unless it is False, nothing in the folder can run code, and no file outside
             of it is read; if its `.metadata` is a link, as in Hugging Face's cache, files beside its target may be.
         way_out: a sentence for the message if the folder is refused, on how to load it all the same.
 
     Raises:
-        OSError: the metadata cannot be read.
         CheckpointError: it is damaged or names other classes or files, or files are missing, or shorter than when they
             were written.
     """
@@ -61,11 +59,7 @@ class ShardFiles:
         return [name for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
 
     def tensor(self, name: str) -> StoredTensor:
-        """The tensor of this name, not read yet.
-
-        Raises:
-            CheckpointError: the folder has none.
-        """
+        """The tensor of this name, not read yet."""
         found = self._metadata.state_dict_metadata.get(name)
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"the checkpoint {self.path} has no tensor {few([name])}")
@@ -74,12 +68,7 @@ class ShardFiles:
         return stored
 
     def read(self, name: str, into: Tensor) -> Tensor:
-        """Copy a tensor from its files into another; into a DTensor, this rank's slice.
-
-        Raises:
-            OSError: the system's.
-            CheckpointError: its files are damaged.
-        """
+        """Copy a tensor from its files into another; into a DTensor, this rank's slice."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         reader = _Reader(self.path, self._metadata)
         try:

@@ -71,9 +71,6 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
 
     Keys and shapes are checked for skipped entries as well. What is in a folder's files is read straight into place.
 
-    Returns:
-        What ``module.load_state_dict`` returns: missing and unexpected keys.
-
     Raises:
         RuntimeError: torch's own, if ``strict`` and keys differ, or if shapes differ.
     """

@@ -39,7 +39,6 @@ def bare_table(*headers: str, right: Sequence[str] = ()) -> Table:
     """A table whose only line is the one under its head.
 
     Args:
-        headers: of the first columns.
         right: headers of the columns after these, which are aligned to the right.
     """
     from rich import box

@@ -60,7 +60,6 @@ class CostOptions:
 
         Raises:
             CommandError: if a list has not one number for each rank.
-            ScheduleError: if the schedule deadlocks.
         """
         by_stage = self.by_stage(schedule.name, schedule.num_ranks, schedule.num_stages)
         forward, input_grad, weight_grad = by_stage.values()

@@ -33,11 +33,7 @@ def report(
 
 
 def file_of(run: Path) -> Path:
-    """The file of records in a folder or below it, the latest of several; else the trace.
-
-    Raises:
-        CommandError: there is neither.
-    """
+    """The file of records in a folder or below it, the latest of several; else the trace."""
     if run.is_file():
         return run
     if not run.exists():

@@ -302,7 +302,6 @@ def _choose(
 
     Raises:
         ScheduleError: for an unknown name, counts that the schedule cannot have, or a faulty file.
-        OSError: if the file cannot be read.
     """
     if name.lower().endswith(".csv"):
         schedule = replace(load_csv(name), name=Path(name).name)

@@ -77,11 +77,7 @@ class News:
 
 
 def _view(run: Path, news: News) -> Group:
-    """What the ranks are at, if the run goes on, above its last recorded step, if there is one.
-
-    Raises:
-        CommandError, ScheduleError: there is neither.
-    """
+    """What the ranks are at, if the run goes on, above its last recorded step, if there is one."""
     from rich.console import Group
 
     folders = [path for path in run.rglob(f"*{SUFFIX}") if path.is_dir()] if run.is_dir() else []

@@ -45,11 +45,7 @@ class Drawn(NamedTuple):
 
 
 class FirstRankDraws:
-    """Keeps the global generators of torch, Python and NumPy alike in hooks in which ranks may do different things.
-
-    Args:
-        device: of this rank.
-    """
+    """Keeps the global generators of torch, Python and NumPy alike in hooks in which ranks may do different things."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,9 +116,6 @@ class FirstRankDraws:
 
     def follow(self, drawn: Sequence[Drawn]) -> None:
         """Go on as the first replica does, if replicas' generators were alike.
-
-        Args:
-            drawn: of all replicas.
 
         Raises:
             RuntimeError: all have drawn after what one has drawn alone.

@@ -118,9 +118,6 @@ WINDOW_OF = "_window_of"
 class TensorKeys:
     """Numbers of tensors, the same on all ranks: from 0 on for those that hooks make, below 0 for the module's.
 
-    Args:
-        tensors: the module's.
-
     Attributes:
         number: the key of the next tensor that is made.
     """
@@ -267,7 +264,6 @@ def computing_ranks(held: Sequence[Holders], specs: Sequence[TensorSpec], bound:
     """The ranks that compute a call.
 
     Args:
-        held: the holders of each operand.
         bound: numbers of operands that are written into, or whose memory the result shares.
     """
     if bound:
@@ -298,11 +294,7 @@ class _Move(NamedTuple):
 
 
 class Operands:
-    """Brings operands to the ranks that need them.
-
-    Args:
-        direct: to the other ranks.
-    """
+    """Brings operands to the ranks that need them."""
 
     def __init__(self, direct: DirectTransport, exchanges: Exchanges) -> None:
         self._direct = direct
@@ -313,7 +305,6 @@ class Operands:
 
         Args:
             needed: the ranks that need each tensor. If there are none, all ranks get some tensor of the same spec.
-            what: the call.
         """
         moves: list[_Move] = []
         found: list[Any] = []

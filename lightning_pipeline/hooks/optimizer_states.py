@@ -167,11 +167,7 @@ call_before(_WholeState, USES_OF_DICT, _WholeState.use)
 
 
 class ParameterGradients:
-    """Answers for ``.grad`` outside of steps. All ranks must make the same calls.
-
-    Args:
-        module: the LightningModule.
-    """
+    """Answers for ``.grad`` outside of steps. All ranks must make the same calls."""
 
     def __init__(self, module: nn.Module, exchanges: Exchanges, operands: Operands, keys: TensorKeys) -> None:
         self._module = module

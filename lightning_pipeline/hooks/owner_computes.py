@@ -87,11 +87,6 @@ _TOGETHER = object()
 class OwnerComputes(TorchFunctionMode):
     """The torch function mode that is active in the user's hooks and callbacks.
 
-    Args:
-        module: the LightningModule.
-        recorder: tells the specs of results.
-        direct: to the other ranks of the pipeline.
-
     Attributes:
         ended_by: the error that the last hook has ended with, where all ranks have run the same until then.
         keys: of tensors that hooks make and use.
@@ -291,9 +286,6 @@ class OwnerComputes(TorchFunctionMode):
 
     def is_first_alone(self, call: str) -> bool:
         """Whether the first rank alone comes to a call that waits for all ranks, in a part of a hook that only it runs.
-
-        Args:
-            call: its name.
         """
         if not (in_hook.is_here() and in_hook.is_rank_known):
             return False

@@ -41,13 +41,7 @@ def is_draw(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class PlacedCalls:
-    """Runs calls on the ranks that own their operands. All ranks must make the same.
-
-    Args:
-        recorder: tells the specs of results.
-        operands: brings them to the ranks that compute.
-        keys: takes note of what is made.
-    """
+    """Runs calls on the ranks that own their operands. All ranks must make the same."""
 
     def __init__(self, recorder: Recorder, operands: Operands, keys: TensorKeys, rank: int) -> None:
         self._recorder, self._operands, self._keys, self._rank = recorder, operands, keys, rank

@@ -124,11 +124,7 @@ def gathered_by_hooks() -> Iterator[None]:
 
 
 def refuse_window_of_first_rank(tensors: Iterable[Tensor], name: str, *, writes: bool) -> None:
-    """Check that code that the first rank alone runs does not need other ranks for a window.
-
-    Raises:
-        NotImplementedError: it does.
-    """
+    """Check that code that the first rank alone runs does not need other ranks for a window."""
     if any(writes or not window.__dict__[WINDOW_OF].is_fresh for window in windows_among(tensors)):
         raise NotImplementedError(
             f"{name} uses a view, such as .data, of a parameter that ranks keep in slices and that has changed, or "

@@ -49,11 +49,7 @@ def whole_calls_seen(owner: OwnerComputes) -> Iterator[None]:
 
 
 def refuse_traced(name: str) -> None:
-    """Refuse a call that comes from one of these functions, which has not been seen.
-
-    Raises:
-        NotImplementedError: it does.
-    """
+    """Refuse a call that comes from one of these functions, which has not been seen."""
     if torch.jit.is_tracing() or _torch.is_faking():
         raise NotImplementedError(
             f"{name} is traced or exported with what another stage holds ({users_line()}): give torch.jit.trace or "

@@ -49,11 +49,7 @@ def _bytes_of(tensor: Tensor) -> range:
 
 
 def refuse_apart(groups: Sequence[Sequence[str]], ownership: Ownership) -> None:
-    """Check that stages hold all tensors of the same memory, or none of them.
-
-    Raises:
-        ValueError: some stage would hold one without another.
-    """
+    """Check that stages hold all tensors of the same memory, or none of them."""
     for first, *others in groups:
         for other in others:
             if first in ownership and other in ownership and ownership.holders[first] != ownership.holders[other]:

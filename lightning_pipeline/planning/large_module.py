@@ -41,12 +41,7 @@ class LargeModule:
 
 
 def find_large_module(segments: Sequence[Segment], plan: Plan, machine: Machine) -> LargeModule | None:
-    """The module that makes every cut uneven; None if there is none, or splitting it would gain less than 5 %.
-
-    Args:
-        segments: the step in its smallest parts.
-        plan: the best cut.
-    """
+    """The module that makes every cut uneven; None if there is none, or splitting it would gain less than 5 %."""
     total = sum(segment.forward + segment.backward for segment in segments)
     largest = max(segments, key=lambda segment: segment.forward + segment.backward)
     share = (largest.forward + largest.backward) / total if total else 0.0

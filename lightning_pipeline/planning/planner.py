@@ -247,11 +247,7 @@ def plan_of_modules(profile: Profile, schedule: Schedule, state_bytes: Callable[
 
 
 def _modules_to_assign(root: nn.Module, seconds: dict[str, float], num_stages: int) -> list[str] | None:
-    """The outermost called modules with parameters; the slowest are replaced by those inside until there are enough.
-
-    Args:
-        seconds: of each module that is called.
-    """
+    """The outermost called modules with parameters; the slowest are replaced by those inside until there are enough."""
     found = _called_inside(root, "", seconds)
     while len(found) < num_stages:
         inside = {name: _called_inside(root.get_submodule(name), name, seconds) for name in found}

@@ -85,9 +85,6 @@ def rebalance(
 
     Args:
         stage_config: where the step is cut: the first module of each later virtual stage.
-        measured: times of each virtual stage, on its own rank.
-        schedule: of the run.
-        speeds: relative speed of each rank; empty for equal ranks.
 
     Raises:
         ValueError: a stage begins with a module that the step does not call.

@@ -39,7 +39,6 @@ def best_plans(
         effort: actions to simulate, and stages to bound, after which the search ends with the best plan so far; a
             million take a few seconds. It is no time, so that the same costs give the same plan.
         gap: the search goes on only for plans that are faster by this share.
-        most: number of plans.
 
     Raises:
         ScheduleError: fewer segments than virtual stages.

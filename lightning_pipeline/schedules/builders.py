@@ -42,7 +42,6 @@ def forward_only(
 
     Args:
         num_ranks: ranks that work together on one copy of the model.
-        num_microbatches: micro-batches in one step.
         num_virtual_stages: virtual stages on each rank, in a loop; not used with ``placement``.
         placement: for each virtual stage its rank, in place of a loop.
 
@@ -308,11 +307,7 @@ def placement_of(name: str, num_ranks: int, num_virtual_stages: int) -> tuple[in
 
 
 def default_virtual_stages(name: str) -> int:
-    """Virtual stages on each rank where nothing says otherwise: two for those that interleave, else one.
-
-    Raises:
-        ScheduleError: for an unknown name.
-    """
+    """Virtual stages on each rank where nothing says otherwise: two for those that interleave, else one."""
     return _named(name)[1]
 
 

@@ -27,7 +27,6 @@ def load_chrome_trace(path: str | PathLike[str]) -> list[list[tuple[Action, floa
 
     Raises:
         ScheduleError: the file is no such trace.
-        OSError: if it cannot be read.
     """
     try:
         content = json.loads(read_text(path, kind="a trace of a pipeline", most=MAX_TRACE_BYTES))

@@ -170,9 +170,6 @@ def check(schedule: Schedule) -> None:
     often as there are micro-batches, and a rank's own order is right if each F comes before its B or I, and that before
     its W. Sends and receives are put where :func:`lower` puts them, in the order of a simulation; one that comes to its
     end is the common sequence in which no rank waits for ever, even where a send blocks until it is received.
-
-    Raises:
-        ScheduleError: naming the first rank that is at fault.
     """
     orders = _orders_of(schedule)
     virtual, num_microbatches = orders.num_virtual_stages, schedule.num_microbatches
@@ -229,12 +226,7 @@ def _peak_live(orders: CompactOrders) -> Callable[[Numbers], int]:
 
 
 class CompactSpans(Sequence[list[Span]]):
-    """For each rank its actions with their times, made when asked for.
-
-    Args:
-        starts: as `_starts` gives them.
-        durations: for each kind, the time on each virtual stage.
-    """
+    """For each rank its actions with their times, made when asked for."""
 
     def __init__(
         self, orders: CompactOrders, starts: NDArray[np.float64], durations: Sequence[Sequence[float]]

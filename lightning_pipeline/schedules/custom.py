@@ -30,8 +30,6 @@ def as_schedule(
     Args:
         value: for each rank, compute actions in order, as Actions or text such as ``"0F0"``; None and empty text are
             idle time and left out.
-        name: used in messages.
-        num_microbatches: micro-batches in one step.
 
     Raises:
         ScheduleError: for anything else, a stage that no rank names, or a Schedule of another number of micro-batches.

@@ -54,11 +54,7 @@ class LiveRank:
 
 
 def read_live(folder: Path) -> list[tuple[LiveRank, float]]:
-    """The ranks of a run that goes on, in order, each with when it was written (seconds since 1970).
-
-    Raises:
-        ScheduleError: a file is damaged.
-    """
+    """The ranks of a run that goes on, in order, each with when it was written (seconds since 1970)."""
     found = []
     for path in folder.glob("*.json"):
         try:
@@ -89,9 +85,6 @@ def at_work(
     """What a rank is at, in words, and how many activations it holds.
 
     Args:
-        program: its actions of a step, sends and receives too.
-        done: those that have ended.
-        ranks: the global rank of each virtual stage.
         is_waiting: whether it waits for a message to come, or to be taken.
     """
     live = sum({Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0) for action in program if action in done)

@@ -49,9 +49,6 @@ def away_in(order: Sequence[Action]) -> list[Away]:
     """The activations of a rank that are sent to host memory, in the order of their forwards.
 
     There are none where sending any would not lower the most that the rank holds at once.
-
-    Args:
-        order: the rank's compute actions.
     """
     made: dict[tuple[int, int], int] = {}
     used: dict[tuple[int, int], int] = {}
@@ -105,12 +102,7 @@ def changes_of(order: Sequence[Action], sent: Sequence[float]) -> dict[int, floa
 
 
 class HostLink:
-    """A rank's transfers to host memory and back, on paper: one after another each way, beside the computation.
-
-    Args:
-        order: the rank's compute actions.
-        seconds: time of a transfer, of each virtual stage.
-    """
+    """A rank's transfers to host memory and back, on paper: one after another each way, beside the computation."""
 
     def __init__(self, order: Sequence[Action], seconds: Sequence[float]) -> None:
         some = away_in(order)
@@ -143,8 +135,6 @@ def describe_away(orders: Iterable[Sequence[Action]], peaks: Sequence[float], wa
     """A line for each rank: whose activations it sends, and how many are live at once.
 
     Args:
-        orders: of compute actions.
-        peaks: the most activations that each rank's device holds.
         waited: for transfers to host memory and back, in the unit of the costs.
     """
     lines = []

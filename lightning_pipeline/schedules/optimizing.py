@@ -51,9 +51,6 @@ def optimize(
     simulated annealing for a fixed number of tries, so that the same arguments give the same result.
 
     Args:
-        costs: of each virtual stage.
-        placement: the rank of each virtual stage.
-        num_microbatches: micro-batches in one step.
         max_live_microbatches: the most that a rank may hold; each of its v virtual stages holds a v-th of one.
         kept_bytes: bytes that each virtual stage keeps of a micro-batch from its F to the end of its B or W.
         max_bytes: the most of those that a rank may hold.

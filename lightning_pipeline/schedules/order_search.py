@@ -61,8 +61,6 @@ class OrderSearch:
     """Times, list scheduling and improvement of orders for given costs.
 
     Args:
-        placement: the rank of each virtual stage.
-        num_microbatches: micro-batches in one step.
         forward: time of F of each virtual stage.
         backward: likewise of I, or of B where there is no `weight_grad`.
         weight_grad: likewise of W; empty where backwards are whole.

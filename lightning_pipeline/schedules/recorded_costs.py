@@ -66,7 +66,6 @@ def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> C
     Args:
         timelines: recorded steps, in seconds and on one clock; they may be of several schedules. Where a stage has no
             split backward, I and W are half of B each.
-        placement: the rank of each virtual stage.
 
     Raises:
         ScheduleError: a stage has no F.
@@ -108,11 +107,7 @@ def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> C
 
 
 def recorded_schedule(timeline: Timeline, placement: Sequence[int]) -> Schedule:
-    """The compute actions of a recorded step as a schedule; `placement` is the rank of each virtual stage.
-
-    Raises:
-        ScheduleError: if there are no actions.
-    """
+    """The compute actions of a recorded step as a schedule; `placement` is the rank of each virtual stage."""
     orders = tuple(tuple(action for action, _, _ in row if action.kind.is_compute) for row in timeline)
     microbatches = [action.microbatch for order in orders for action in order]
     if not microbatches:

@@ -95,7 +95,6 @@ class RecordFile:
 
     Args:
         path: replaced if it exists.
-        run: what holds for all steps.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]) -> None:
@@ -128,11 +127,7 @@ def earlier_of(path: Path) -> Path:
 
 
 def read_last(path: str | PathLike[str]) -> Records:
-    """Read only the last whole step of a file of records, which takes no longer as the file grows.
-
-    Raises:
-        ScheduleError, OSError: as `read_records`.
-    """
+    """Read only the last whole step of a file of records, which takes no longer as the file grows."""
     with Path(path).open("rb") as file:
         first = file.readline()
         size = file.seek(0, os.SEEK_END)
@@ -151,7 +146,6 @@ def read_records(path: str | PathLike[str]) -> Records:
 
     Raises:
         ScheduleError: it is no such file, or has no whole step.
-        OSError: it cannot be read.
     """
     path = Path(path)
     before = earlier_of(path)

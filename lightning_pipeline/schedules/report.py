@@ -127,8 +127,6 @@ def report_of_simulation(
     Args:
         unit: of the times in the report.
         scale: of these in one unit of the simulation's times.
-        stages, stage_config, moves: see `Report`.
-        offload: as in `simulate`.
 
     Raises:
         ScheduleError: there are more ranks than a report has room for.

@@ -61,11 +61,7 @@ def extent(timeline: Timeline) -> tuple[float, float]:
 
 
 def idle_share(timeline: Timeline) -> float:
-    """The share of all ranks' time, from the first start to the last end, that is not computation: 0 to 1.
-
-    Raises:
-        ScheduleError: if there are no actions.
-    """
+    """The share of all ranks' time, from the first start to the last end, that is not computation: 0 to 1."""
     begin, end = extent(timeline)
     busy = sum(stop - start for row in timeline for action, start, stop in row if action.kind.is_compute)
     return 1 - busy / ((end - begin) * len(timeline)) if end > begin else 0.0
@@ -83,9 +79,6 @@ def overlapped_share(timeline: Timeline, reductions: Reductions) -> float:
     """The share of the all-reduces' time that passes before the last action's end, 0 to 1; 1.0 without all-reduces.
 
     The rest is what all-reduces add to the step.
-
-    Raises:
-        ScheduleError: if there are no actions.
     """
     _, end = extent(timeline)
     spans = [span for row in reductions for span in one_at_a_time(row)]

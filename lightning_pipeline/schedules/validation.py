@@ -86,7 +86,6 @@ def read_text(path: str | PathLike[str], *, kind: str, most: int) -> str:
 
     Raises:
         ValueError: it is larger, or not text. Names the file.
-        OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:
         content = file.read(most + 1)  # no more than that, as devices and pipes have no size to check first

@@ -52,12 +52,7 @@ def waits(
     The rest is its own Python, or after its last action the reduction or the peers that are not done.
 
     Args:
-        timeline: of one pipeline, on one clock.
-        reductions: for each rank, the all-reduces of its gradients.
         transfer: time from the end of a send until the value is there.
-
-    Raises:
-        ScheduleError: if there are no actions.
     """
     begin, end = extent(timeline)
     made, sent, rank_of = _values(timeline)

@@ -104,9 +104,6 @@ class Children:
 
     It replaces Lightning's observer, which kills this process without a message up to 5 s after a child has failed, and
     lets it succeed where a child fails after the last common step.
-
-    Args:
-        processes: started by this process, by rank.
     """
 
     def __init__(self, processes: Mapping[int, subprocess.Popen]) -> None:

@@ -35,11 +35,7 @@ def global_grad_norm(
     of its own gradients, and all stages take the norm of all norms, in that same order: the result has the same bits.
 
     Args:
-        named_parameters: this stage's parameters.
         dtypes: name and dtype of every parameter of the whole model, in the order in which one process lists them.
-        ownership: who holds which parameter.
-        transport: to the other stages; None with one stage.
-        norm_type: order of the norm, may be ``inf``.
 
     Returns:
         A 0-d tensor on the device of this stage's gradients.

@@ -36,11 +36,7 @@ def log_graphs(module: LightningModule, device: torch.device, broadcast: Callabl
 
 
 def skip_graphs(module: LightningModule, override: Override, *, are_logged: bool) -> None:
-    """Have loggers log no graph of a module of which each rank holds a part.
-
-    Args:
-        are_logged: `log_graphs` has logged them.
-    """
+    """Have loggers log no graph of a module of which each rank holds a part."""
     for logger in module.trainer.loggers:
         override(logger, "log_graph", _nothing if are_logged else partial(_try, logger.log_graph))
 

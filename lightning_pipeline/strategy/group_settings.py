@@ -108,12 +108,7 @@ def _plain(value: Any) -> object:
 
 
 def _refuse(told: Sequence[Sequence[tuple[str, list[Settings]]]], names: Sequence[str]) -> NoReturn:
-    """Raise an error that names a setting that some differ in.
-
-    Args:
-        told: what each of them has.
-        names: of these.
-    """
+    """Raise an error that names a setting that some differ in."""
     for (optimizer, *_), *of_all in zip(told[0], *([groups for _, groups in each] for each in told), strict=False):
         for place, groups in enumerate(zip(*of_all, strict=False)):
             for name in dict.fromkeys(name for group in groups for name in group):

@@ -69,7 +69,6 @@ def follow_hooks(
     """Run the hooks of a module and of its Trainer's callbacks on all ranks together (`OwnerComputes`).
 
     Args:
-        replicas: of this rank's stage.
         gathers_nothing: each rank saves its own part of a checkpoint.
     """
     trainer: Trainer = module.trainer

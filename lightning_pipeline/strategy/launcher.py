@@ -191,9 +191,6 @@ def _sent_to_worker() -> list[str]:
     """The command of the script whose function runs in this joblib worker, as under hydra/launcher=joblib.
 
     The worker's main module is joblib's, but the function has come with the globals of its script.
-
-    Raises:
-        RuntimeError: no function on the stack is a script's.
     """
     frame = inspect.currentframe()
     script: list[str] = []

@@ -92,10 +92,6 @@ def _tensors(states: Iterable[Any]) -> list[Tensor]:
 def refuse_use(optimizers: Iterable[Optimizer], when: str, way_out: str) -> list[Optimizer]:
     """From now on, `optimizer.state` is an error that says that this rank has a part of it.
 
-    Args:
-        when: it is used.
-        way_out: what to do instead.
-
     Returns:
         The optimizers that were not refused before.
     """

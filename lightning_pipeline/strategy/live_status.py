@@ -26,10 +26,6 @@ class LiveStatus:
     """Looks at the training thread from outside, so that nothing is done for it in there.
 
     What has been done is what was recorded of the step, and whether the thread waits is seen by the functions it is in.
-
-    Args:
-        folder: for this rank's file.
-        session: of the run, while it trains.
     """
 
     def __init__(self, folder: Path, session: Session) -> None:

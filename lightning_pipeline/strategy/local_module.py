@@ -64,14 +64,11 @@ class LocalModule:
 
     Args:
         session: its module is whole, or in parts where an earlier run has left it so.
-        placement: the rank in the pipeline of each virtual stage.
-        sharded: shards parameters over replicas; None keeps them whole.
 
     Attributes:
         leaves: the modules that a stage runs whole.
         calls: tells the stage of the module that is running.
         tensors: the module's parameters and buffers, by number.
-        placement: which ranks hold what, as far as known.
         ownership: the same, as seen from this rank.
     """
 
@@ -173,11 +170,7 @@ class LocalModule:
                 self.placement.merge(state)
 
     def make(self, weights: Weights | None, seed: int) -> None:
-        """Create what was built on the meta device, and read the files of weights.
-
-        Raises:
-            ValueError: a tensor gets no values.
-        """
+        """Create what was built on the meta device, and read the files of weights."""
         made = make_local(self._module, self.ownership)
         initialise(self._module, made.values(), seed)
         found: set[str] = set()

@@ -107,10 +107,6 @@ class LoggedValues:
         Calls with the same name and options belong together: the first one of each micro-batch, then the second ones.
         ``reduce_fx`` says how their values are combined: for "mean" (the default) weighted by samples, or summed if
         all are shares of a sum.
-
-        Args:
-            calls: of each micro-batch.
-            log: the module's, which may be the user's.
         """
         alike: dict[Hashable, list[Logged]] = {}
         for own in calls:

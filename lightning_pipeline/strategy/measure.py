@@ -119,10 +119,6 @@ def loss_step(
     """One of the user's steps as a function from a micro-batch to the loss that backward starts from, or None.
 
     The same seed gives the same random numbers, so that the same layers are dropped at random.
-
-    Args:
-        name: of the step, such as "training_step".
-        others: its arguments after the batch.
     """
     function, context = getattr(module, name), step_context(module, name)
     drawn_from = generators(device)

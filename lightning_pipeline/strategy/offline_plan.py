@@ -71,9 +71,6 @@ def plan_on_paper(
 ) -> OfflinePlans:
     """Estimate the training step of a script and search the best cut for each schedule.
 
-    Args:
-        progress: told what is done next.
-
     Raises:
         ValueError: there is no step to estimate, or the model fits with none of the schedules; the message is about
             the last one.

@@ -38,7 +38,6 @@ def combine(results: list[Any], sizes: list[int]) -> Any:
     entry per sample, and so does a tuple of different kinds of entries, such as ``loss, logits``.
 
     Args:
-        results: what the step returned for each micro-batch.
         sizes: number of samples of each; zeros if it is unknown, and then tensors are concatenated along the first
             dimension, lists are joined, and floats have equal weights.
 
@@ -231,9 +230,6 @@ class LossValueError(MisconfigurationException, ValueError):
 
 def loss_in(result: Any, module: str) -> Tensor:
     """The loss in the result of a training step.
-
-    Args:
-        module: its class's name, for the error.
 
     Raises:
         LossValueError: the result has none.

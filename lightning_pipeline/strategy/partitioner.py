@@ -81,7 +81,6 @@ class Partitioner:
 
     Args:
         config: the keys of stage_config; empty to find the cut automatically.
-        replicas: number of replicas of each stage.
 
     Attributes:
         plan: the cut that was found, with its expected costs; None where none was searched for.
@@ -157,9 +156,6 @@ class Partitioner:
 
         The first training step decides. Evaluation steps before it run on the first rank, which has the whole module,
         if they are a fit's sanity check; those of other functions get a cut of their own.
-
-        Args:
-            name: of the user's step, such as "training_step".
 
         Raises:
             ValueError: the step cannot be cut into so many stages, or no cut fits the memory.

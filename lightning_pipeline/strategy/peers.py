@@ -127,11 +127,7 @@ class Peers:
         self._started: set[str] = set()
 
     def watch(self, store: BoundedStore, rank: int, world_size: int, timeout: timedelta) -> None:
-        """From now on, tell the ranks of one another's failures, and let them agree.
-
-        Args:
-            timeout: the longest that they wait for the slowest.
-        """
+        """From now on, tell the ranks of one another's failures, and let them agree."""
         self.notice = FailureNotice.shared(store.torch, rank=rank, world_size=world_size, timeout=timeout)
         self.notice.is_strict = self.notice.is_watching = True
         self._agreement = Agreement(store, rank, world_size, timeout, self.notice)

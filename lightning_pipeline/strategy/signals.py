@@ -63,7 +63,6 @@ class Signals:
         """After a step: act on what the ranks that ran it have received.
 
         Args:
-            noted: their notes, merged.
             by_all: they are all ranks, not those of one replica only.
         """
         wanted = int(noted)

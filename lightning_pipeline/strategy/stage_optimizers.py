@@ -40,8 +40,6 @@ class StageOptimizers:
 
     Args:
         layouts: of the optimizers as ``configure_optimizers`` made them, over the whole model.
-        ownership: who holds what.
-        transport: to the other stages; None with one stage.
         shards_over: replicas that shard the optimizer state; None keeps it whole on each.
         has_slices: parameters may be DTensors, of which each rank has a slice.
 
@@ -175,9 +173,6 @@ class StageOptimizers:
     @contextmanager
     def refused_in(self, method: str) -> Iterator[None]:
         """Around a step or hook of the user's: `optimizer.state` must not be used if this rank may have a part of it.
-
-        Args:
-            method: its name.
         """
         if not self.are_in_parts or self.are_whole:
             yield

@@ -18,7 +18,6 @@ def summary_of(topology: Topology, sizes: Sequence[int] | None, accumulate: int)
 
     Args:
         sizes: samples of each micro-batch of one replica's step; None where the batch is the only one, unsplit.
-        accumulate: batches over which gradients are accumulated.
     """
     replicas, whole = topology.data_parallel_size, ""
     parts = "a replica's batch is one micro-batch"

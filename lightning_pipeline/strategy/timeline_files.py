@@ -31,7 +31,6 @@ class TimelineFiles:
     """What the first rank writes of a run.
 
     Args:
-        folder: for all files.
         filename: of the records, the picture and the trace, without ending.
         microbatch: one of the run's, to estimate the step with; None if there is none.
     """

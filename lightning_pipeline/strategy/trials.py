@@ -68,7 +68,6 @@ def choose_plan(
         ranked: gives plans on the first rank, those that are expected to be the best first.
         times: measures seconds of steps of some plans (`TrialSteps.times`).
         everybody: calls a function on the first rank, and gives all ranks its result.
-        limit: bytes that a device has.
     """
 
     def worth() -> tuple[StagePlan, list[StagePlan]]:
@@ -138,13 +137,7 @@ class _Tried(NamedTuple):
 
 
 class TrialSteps:
-    """Runs training steps without updates. The caller keeps them from leaving traces (`without_side_effects`).
-
-    Args:
-        step: the user's, from a micro-batch to its loss.
-        batch: of a step, on the first rank.
-        schedules_of: gives the schedules of a plan.
-    """
+    """Runs training steps without updates. The caller keeps them from leaving traces (`without_side_effects`)."""
 
     def __init__(
         self,
@@ -238,11 +231,7 @@ class TrialSteps:
 def fault_of_cut(
     module: LightningModule, plan: StagePlan, step: Step, microbatch: object, *, goes_back: bool = False
 ) -> str:
-    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does.
-
-    Args:
-        goes_back: data may return to an earlier stage.
-    """
+    """What goes wrong when the step is recorded in the plan's stages; empty if nothing does."""
     num_stages = len(plan.stages)
     used: set[int] = set()
     try:

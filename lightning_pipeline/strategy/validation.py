@@ -257,9 +257,6 @@ _OTHERS = ("LAUNCHER",)  # variables that are no options
 def options_in_environment(strategy: type, given_by_trainer: tuple[str, ...]) -> dict[str, Any]:
     """``LIGHTNING_PIPELINE_NUM_MICROBATCHES=8`` gives ``num_microbatches=8``, and so on for each option of `strategy`.
 
-    Args:
-        given_by_trainer: arguments that are no options.
-
     Raises:
         ValueError: a variable of this kind names no option.
     """

@@ -19,8 +19,6 @@ class WholeBatch:
     """A step and its backward.
 
     Args:
-        seed: from which the random numbers of the step derive.
-        actions: what the schedule would run.
         observe: gets each of them with its start and end; None measures nothing.
     """
 
