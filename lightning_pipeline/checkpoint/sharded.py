@@ -1,9 +1,9 @@
 """Writes checkpoint folders from all ranks at once, each rank its own part.
 
-    all ranks    tell what they hold, so that one of them writes each entry
-    rank 0       makes a draft folder with meta.pt, which has all that is not in shards
-    all ranks    write their shards; with AsyncCheckpointIO from copies, in a thread, while training goes on
-    rank 0       checks that all files are there, and gives the folder its name
+all ranks    tell what they hold, so that one of them writes each entry
+rank 0       makes a draft folder with meta.pt, which has all that is not in shards
+all ranks    write their shards; with AsyncCheckpointIO from copies, in a thread, while training goes on
+rank 0       checks that all files are there, and gives the folder its name
 """
 
 from __future__ import annotations

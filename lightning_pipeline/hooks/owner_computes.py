@@ -285,8 +285,7 @@ class OwnerComputes(TorchFunctionMode):
         return logged._replace(value=value) if self._rank else logged
 
     def is_first_alone(self, call: str) -> bool:
-        """Whether the first rank alone comes to a call that waits for all ranks, in a part of a hook that only it runs.
-        """
+        """Whether the first rank alone comes to a call that waits for all ranks, in a part of a hook that only it runs."""
         if not (in_hook.is_here() and in_hook.is_rank_known):
             return False
         with _torch.DisableTorchFunction():  # what the first rank is given is no call of the user's

@@ -88,33 +88,23 @@ def tensors_with_names(module: nn.Module) -> list[tuple[list[str], torch.Tensor]
     return list(found.values())
 
 
-def release(module: nn.Module, ownership: Ownership) -> list[str]:
+def release(module: nn.Module, ownership: Ownership) -> None:
     """Replace every parameter and buffer that this stage does not hold by a placeholder, and free its memory.
 
     A tensor keeps its identity, so that optimizers and the user's own references see the placeholder. Ties,
     ``requires_grad`` and attributes set on a tensor are kept. The placeholder tells who holds the data (`holders_of`).
     Lazy parameters and names that ``ownership`` does not know stay as they are.
-
-    Returns:
-        The names that were released now, not before.
     """
     _release_views(module, ownership)
-    released: list[str] = []
-    now: set[int] = set()
     for name, tensor in named_tensors(module):
         if name not in ownership:
             continue
         stages = ownership.holders[name]
         if ownership.is_local(name):
             note_holders(tensor, stages if len(stages) < ownership.num_stages else None)
-            continue
-        if is_held_otherwise(name, tensor, ownership):
-            now.add(id(tensor))
+        elif is_held_otherwise(name, tensor, ownership):
             become_absent(tensor, name)
             note_holders(tensor, stages)
-        if id(tensor) in now:
-            released.append(name)
-    return released
 
 
 def _release_views(module: nn.Module, ownership: Ownership) -> None:
