@@ -132,7 +132,7 @@ class RankTableEnvironment(ClusterEnvironment):
             )
 
     def device(self, device: torch.device) -> torch.device:
-        """The NPU that the table gives this rank, instead of the one that Lightning would take; other devices as given."""
+        """The NPU that the table gives this rank, instead of Lightning's choice; other devices as given."""
         return torch.device(DEVICE, visible_index(self.table, self.rank)) if device.type == DEVICE else device
 
 

@@ -35,8 +35,6 @@ class RuleViolation:
     """A rule that a table breaks.
 
     Attributes:
-        rule: its name.
-        message: what breaks it, where, and the way out.
         is_error: False if training runs all the same.
     """
 
@@ -49,11 +47,7 @@ class RuleViolation:
 
 
 def check_rank_table(table: RankTable, generation: Generation | None = None) -> list[RuleViolation]:
-    """Everything that is wrong with a table, errors first.
-
-    Args:
-        generation: of the machines; None if it is not known.
-    """
+    """Everything that is wrong with a table, errors first."""
     findings = [RuleViolation(rule, message) for rule, check in _EVERYWHERE.items() for message in check(table)]
     findings += [*_atlas(table, generation), *_equal_counts(table)]
     return sorted(findings, key=lambda finding: not finding.is_error)

@@ -17,8 +17,6 @@ class CostOptions:
     Attributes:
         times: for each of `simulate`'s arguments forward, input_grad and weight_grad one number for all ranks' shares,
             or one for each of as many equal parts of the model as there are ranks, in the order of the data.
-        transfer: time until a value is on another rank.
-        offload: the share of activations that goes to host memory while they wait.
         host_transfer: time that what a rank's share of the model keeps of a micro-batch takes there, and back.
     """
 
@@ -56,11 +54,7 @@ class CostOptions:
         return ", ".join([*listed, f"transfer {self.transfer:g}", *([host] if self.offload else [])])
 
     def simulate(self, schedule: Schedule) -> Simulation:
-        """Simulate a schedule whose virtual stages share these costs out.
-
-        Raises:
-            CommandError: if a list has not one number for each rank.
-        """
+        """Simulate a schedule whose virtual stages share these costs out."""
         by_stage = self.by_stage(schedule.name, schedule.num_ranks, schedule.num_stages)
         forward, input_grad, weight_grad = by_stage.values()
         to_host = self.offload * self.host_transfer * schedule.num_ranks / schedule.num_stages
@@ -69,11 +63,7 @@ class CostOptions:
         )
 
     def by_stage(self, schedule: str, num_ranks: int, num_stages: int) -> dict[str, list[float]]:
-        """For each of `times` the share of each virtual stage.
-
-        Raises:
-            CommandError: if a list has not one number for each rank.
-        """
+        """For each of `times` the share of each virtual stage."""
         return {
             name: numbers_by_stage(_option(name), numbers, schedule, num_ranks, num_stages)
             for name, numbers in self.times.items()
@@ -120,11 +110,7 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 def numbers_by_stage(
     option: str, numbers: tuple[float, ...], schedule: str, num_ranks: int, num_stages: int
 ) -> list[float]:
-    """The share of each virtual stage in numbers of ranks' shares.
-
-    Raises:
-        CommandError: there is not one number for each rank, nor one for all.
-    """
+    """The share of each virtual stage in numbers of ranks' shares."""
     if len(numbers) == 1:
         numbers *= num_ranks
     if len(numbers) != num_ranks:

@@ -319,12 +319,7 @@ def _choose(
 def _optimized(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, costs: CostOptions, bound: Bound
 ) -> Schedule:
-    """Search for an order, with stages placed in a loop.
-
-    Raises:
-        CommandError: if a list has not one number for each rank.
-        ScheduleError: if nothing keeps the bound, or for counts that no schedule can have.
-    """
+    """Search for an order, with stages placed in a loop."""
     virtual = num_virtual_stages or 1
     require_counts(num_ranks, num_microbatches, virtual)
     counts = (num_ranks, num_ranks * virtual)
@@ -344,11 +339,7 @@ def _optimized(
 def _all_that_fit(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, left_out: dict[str, str]
 ) -> list[Schedule]:
-    """Every schedule for training that can be built for these counts; `left_out` gets the reasons for the others.
-
-    Raises:
-        ScheduleError: if there is none.
-    """
+    """Every schedule for training that can be built for these counts; `left_out` gets the reasons for the others."""
     schedules: list[Schedule] = []
     for name in SCHEDULE_NAMES:
         try:

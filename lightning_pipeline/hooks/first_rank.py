@@ -45,7 +45,6 @@ class Wanted(NamedTuple):
 
     Attributes:
         key: its number on all ranks; None if it has none.
-        owner: the rank that gives it.
         gradient: its gradient is needed, not the tensor.
     """
 
@@ -90,10 +89,7 @@ class _Over(NamedTuple):
     """The first rank is at the end of the hook.
 
     Attributes:
-        stops: training is to stop.
-        changed: what it has changed.
         has_kept_rank: its code may go by its rank in later hooks without asking again.
-        drawn: the states of its generators, if it has drawn.
         kept: what it has kept, while others may not have.
     """
 
@@ -141,12 +137,8 @@ class FirstRank:
     """Follows the first rank through hooks in which ranks may do different things.
 
     Attributes:
-        changes: of the module's tensors, by this rank.
-        draws: of random numbers.
         history: a number that tells which of them first ranks have changed in hooks so far: as replicas ask for other
             ranks, one of them may do what another does not.
-        last_changed: names of those that were changed last.
-        is_first: this is it.
         alone: what the first rank alone has logged in the hook.
     """
 

@@ -34,7 +34,6 @@ class Drawn(NamedTuple):
     Attributes:
         begun: digest of its generators' states when the first of them asked.
         shared: digest of their states after what all its ranks have drawn, if nothing came after what one drew alone.
-        now: their states.
         line: that of `Given`; empty if nothing was drawn alone.
     """
 

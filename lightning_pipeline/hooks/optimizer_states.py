@@ -26,7 +26,6 @@ class OptimizerStates:
     """Answers for ``optimizer.state`` outside of steps. All ranks must make the same calls.
 
     Attributes:
-        optimizers: of the run.
         are_shared_out: whether a rank may have only a part of the state of what it holds.
         notes_of: what an optimizer's constructor has noted in the state of each parameter, which every rank keeps.
     """
@@ -117,11 +116,7 @@ class OptimizerStates:
 
 
 class _WholeState(defaultdict[Any, Any]):
-    """The state of an optimizer, which asks other ranks for their parts when it is first used.
-
-    Attributes:
-        own: this rank's part.
-    """
+    """The state of an optimizer, which asks other ranks for their parts when it is first used."""
 
     def __init__(
         self,

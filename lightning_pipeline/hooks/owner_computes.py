@@ -89,7 +89,6 @@ class OwnerComputes(TorchFunctionMode):
 
     Attributes:
         ended_by: the error that the last hook has ended with, where all ranks have run the same until then.
-        keys: of tensors that hooks make and use.
         trainer: has `should_stop`, which the first rank decides where a hook asks for the rank.
     """
 
@@ -285,7 +284,7 @@ class OwnerComputes(TorchFunctionMode):
         return logged._replace(value=value) if self._rank else logged
 
     def is_first_alone(self, call: str) -> bool:
-        """Whether the first rank alone comes to a call that waits for all ranks, in a part of a hook that only it runs."""
+        """Whether the first rank alone comes to a call that waits for all, in a part of a hook that only it runs."""
         if not (in_hook.is_here() and in_hook.is_rank_known):
             return False
         with _torch.DisableTorchFunction():  # what the first rank is given is no call of the user's

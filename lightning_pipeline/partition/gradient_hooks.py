@@ -20,7 +20,6 @@ class Hook:
 
     Attributes:
         function: the user's; None once it is removed.
-        number: counted among the micro-batch's hooks.
         run: called on the stage when the gradient comes; set before backward.
     """
 

@@ -57,11 +57,7 @@ def initialise(root: nn.Module, made: Iterable[Tensor], seed: int) -> None:
 
 
 def check_set(root: nn.Module, made: Iterable[str]) -> None:
-    """Check that every tensor that `make_local` made has values by now.
-
-    Raises:
-        ValueError: names one that has none, and the way out.
-    """
+    """Check that every tensor that `make_local` made has values by now."""
     for name in made:
         owner = root.get_submodule(name.rpartition(".")[0])
         tensor = getattr(owner, name.rpartition(".")[2])

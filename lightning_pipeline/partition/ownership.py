@@ -20,7 +20,6 @@ class Ownership:
     """The stages that hold each parameter and buffer of a module, seen from one stage.
 
     Attributes:
-        stage: the stage of this process, of `num_stages`.
         holders: name of each parameter and buffer (as ``named_parameters(remove_duplicate=False)`` and
             ``named_buffers(remove_duplicate=False)`` give them) to the sorted stages that hold it. The first is
             its owner. Names that are tied have equal holders.

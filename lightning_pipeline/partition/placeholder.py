@@ -137,7 +137,6 @@ class Placeholder(Tensor):
     Its attributes are among the user's in one ``__dict__``: their names begin as no user's do.
 
     Attributes:
-        _pl_spec: what is known of it.
         _pl_value: the number of the value that it stands for in its recording.
         _pl_recording: the recording of that value; None for the module's parameters and buffers.
         _pl_what: what error messages call it; for the module's tensors, the name.

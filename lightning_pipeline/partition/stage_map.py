@@ -23,7 +23,6 @@ class StageMap:
 
     Attributes:
         num_stages: counts virtual stages, if a rank holds several.
-        exact: the modules that keys name.
         minimum: modules that come after one with a key in the same list, and may not run before its stage.
         ranks: the place in the pipeline of each stage for which keys name one.
     """

@@ -33,8 +33,6 @@ class Link:
     """Between two ranks.
 
     Attributes:
-        latency: seconds of any transfer.
-        bytes_per_second: of what is sent.
         message: seconds that a rank spends on a value that it sends or receives.
         byte: seconds that it spends on each byte of it.
     """

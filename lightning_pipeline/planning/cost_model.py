@@ -21,8 +21,6 @@ class Segment:
 
     Attributes:
         name: the module that begins it; empty for the step's beginning.
-        forward: seconds.
-        backward: seconds.
         received: bytes that a cut before it sends.
         returned: bytes of gradients that come back over that cut.
         kept: bytes kept for the backward.

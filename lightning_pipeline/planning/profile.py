@@ -39,9 +39,6 @@ class Position:
         in_function: it runs inside of an autograd.Function.
         inputs: shapes of the tensors it is called with.
         parameters: names of parameters that are used here, in the order of their first use.
-        forward: seconds.
-        backward: seconds.
-        flops: floating-point operations of forward and backward.
         kept: bytes that are first kept for backward here.
         forward_peak: the most bytes that the step's tensors take at once during the forward here, from the step's
             beginning on; parameters and their gradients do not count.
@@ -78,12 +75,8 @@ class Profile:
     """The costs of a step on one micro-batch.
 
     Attributes:
-        root: the module whose step it is.
         positions: in the order of the forward.
-        values: the tensors that the step makes.
         optional: names of modules that other runs of the step leave out, or call in addition.
-        is_measured: times were measured, not estimated.
-        step: the user's name for the step.
     """
 
     root: nn.Module

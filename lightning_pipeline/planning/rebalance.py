@@ -28,7 +28,6 @@ class Move:
         module: the module that begins it.
         before: its stage now.
         after: the neighbouring stage.
-        seconds: of a step then.
         gain: the share of a step's time that it saves; negative if the step gets longer.
     """
 

@@ -61,9 +61,6 @@ def time_step(step: Step, batch: Any, traced: Profile, device: torch.device) -> 
     They are means over runs that are neither the fastest nor the slowest; positions of equal structure share theirs.
     Means add up to what the runs take: the fastest times, or medians, of many short positions add up to less, so that
     modules of many parts would look fast.
-
-    Raises:
-        ValueError: no run called the modules that the trace has.
     """
     runs: list[Times] = []
     began = time.perf_counter()

@@ -31,7 +31,6 @@ class DeviceSpeed:
 
     Attributes:
         flops: floating-point operations of matrix products, as they are reached, not the peak.
-        memory_bytes: bytes that are read and written.
         launch: seconds that any operation takes at least.
     """
 

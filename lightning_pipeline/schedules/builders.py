@@ -41,7 +41,6 @@ def forward_only(
         rank 1   .  1F0 2F0 1F1 2F1
 
     Args:
-        num_ranks: ranks that work together on one copy of the model.
         num_virtual_stages: virtual stages on each rank, in a loop; not used with ``placement``.
         placement: for each virtual stage its rank, in place of a loop.
 
@@ -79,9 +78,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
         rank 1   .  1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
     Rank r holds at most ``min(num_microbatches, num_ranks - r)`` micro-batches.
-
-    Raises:
-        ScheduleError: for more than one virtual stage on a rank.
     """
     others = "interleaved_1f1b, interleaved_1f1b_low_memory or looped_bfs"
     _require_one_virtual_stage("1f1b", num_virtual_stages, others)
@@ -173,9 +169,6 @@ def zero_bubble(num_ranks: int, num_microbatches: int, num_virtual_stages: int =
         rank 1   .  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
 
     Rank r is r weight gradients behind, so every rank holds as many micro-batches as rank 0 does in 1F1B.
-
-    Raises:
-        ScheduleError: for more than one virtual stage on a rank.
     """
     _require_one_virtual_stage("zero_bubble", num_virtual_stages)
     return replace(interleaved_zero_bubble(num_ranks, num_microbatches, num_virtual_stages), name="zero_bubble")
@@ -190,9 +183,6 @@ def zero_bubble_h2(num_ranks: int, num_microbatches: int, num_virtual_stages: in
     It holds about twice the activations of 1F1B, at most ``2 * num_ranks - 1`` micro-batches on every rank, so that no
     rank waits between its first and last action where F, I and W take equal times: from that many micro-batches on a
     rank is idle for ``(num_ranks - 1) * (F + max(0, I - 2 * W))``.
-
-    Raises:
-        ScheduleError: for more than one virtual stage on a rank.
     """
     _require_one_virtual_stage("zero_bubble_h2", num_virtual_stages)
     whole = _interleaved("zero_bubble_h2", num_ranks, num_microbatches, num_virtual_stages, hop=2)

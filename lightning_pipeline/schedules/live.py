@@ -22,13 +22,8 @@ class LiveRank:
     """What a rank is at.
 
     Attributes:
-        rank: the global rank.
-        stages: its virtual stages.
-        step: the optimizer step.
         now: in words: what it computes, or waits for, or that it is between steps.
-        is_waiting: whether it waits for another rank.
         done, actions: how many of the step's actions it has run, and how many there are.
-        live: activations of virtual stages that it holds.
         memory: the most bytes so far, as in `RecordedStep`.
         seconds: from the beginning of the step before to that of this one; 0 in the first one.
     """
@@ -82,11 +77,7 @@ def read_live(folder: Path) -> list[tuple[LiveRank, float]]:
 def at_work(
     program: Sequence[Action], done: Collection[Action], ranks: Sequence[int], *, is_waiting: bool
 ) -> tuple[str, int]:
-    """What a rank is at, in words, and how many activations it holds.
-
-    Args:
-        is_waiting: whether it waits for a message to come, or to be taken.
-    """
+    """What a rank is at, in words, and how many activations it holds."""
     live = sum({Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(action.kind, 0) for action in program if action in done)
     action = next((one for one in program if one not in done), None)
     if action is None:

@@ -25,8 +25,6 @@ class Optimized:
     """What a search found.
 
     Attributes:
-        schedule: the order, called "optimized".
-        makespan: what it takes in simulation.
         named: what each named schedule takes that keeps the bound, on the same stages.
     """
 

@@ -28,8 +28,6 @@ class Timed(NamedTuple):
     """What a simulation of orders tells.
 
     Attributes:
-        makespan: the last end.
-        ends: for each rank the ends of its actions.
         places: for each number the places of its micro-batches in its rank's order.
     """
 

@@ -35,8 +35,6 @@ class RecordedStep:
     """One rank's step, in seconds.
 
     Attributes:
-        rank: the global rank.
-        actions: with their starts and ends.
         reductions: start and end of the all-reduce of each bucket of gradients, in the order in which they started.
         peak_live: the most activations of virtual stages that were live at once in a step so far.
         sent: bytes of each send.
@@ -142,11 +140,7 @@ def read_last(path: str | PathLike[str]) -> Records:
 
 
 def read_records(path: str | PathLike[str]) -> Records:
-    """Read a file of records, and what came before it.
-
-    Raises:
-        ScheduleError: it is no such file, or has no whole step.
-    """
+    """Read a file of records, and what came before it."""
     path = Path(path)
     before = earlier_of(path)
     lines: list[str] = []

@@ -30,16 +30,12 @@ class Report:
     """What a report says; times are in the unit of `unit`.
 
     Attributes:
-        title: its heading.
         unit: ``"ms"``, or what times are counted in.
-        labels: of the ranks, by row.
         steps: of each step: what `_step` gives.
         stages: for each virtual stage what is known of it: rank, first, last, forward, backward (seconds),
             parameter_bytes, kept_bytes.
         moves: for each module that could be moved alone: module, stages before and after, seconds of a step then.
         better: a sentence on the best cut that was found.
-        stage_config: the cut, to be copied.
-        notes: sentences on what is not shown.
     """
 
     title: str

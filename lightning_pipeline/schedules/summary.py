@@ -89,7 +89,7 @@ def summarize(schedule: Schedule, timeline: Timeline, makespan: float) -> str:
 
 
 def save_overview(timeline: Timeline, path: Path, makespan: float, *, title: str = "") -> None:
-    """Draw what :func:`save_picture` has no room for: some ranks, each cell in the mixed colour of what is done in it."""
+    """Draw what :func:`save_picture` has no room for: some ranks, each cell in the mixed colour of what it has."""
     require_matplotlib()
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure

@@ -23,9 +23,6 @@ def zbv(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> S
     Every rank holds at most ``2 * num_ranks`` activations. From ``2 * num_ranks - 1`` micro-batches on no rank waits
     between its first and last action where F, I and W take equal times. With fewer the order is the one for that many,
     without those that are missing. The order is from arXiv 2405.15362.
-
-    Raises:
-        ScheduleError: unless there are two virtual stages on each rank.
     """
     return _in_phases("zbv", num_ranks, num_microbatches, num_virtual_stages, _zbv_phases)
 
@@ -57,9 +54,6 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 
     ``2 * num_ranks + 1`` activations, and where F, I and W take equal times is idle for ``num_ranks - 1`` of them from
     ``2 * num_ranks`` micro-batches on. With fewer the order is the one for ``2 * num_ranks - 1``, without those that
     are missing. The order is DeepSeek's (DualPipe of arXiv 2412.19437, cut in half).
-
-    Raises:
-        ScheduleError: unless there are two virtual stages on each rank.
     """
     return _in_phases("dualpipe_v", num_ranks, num_microbatches, num_virtual_stages, _dualpipe_v_phases)
 
@@ -130,9 +124,6 @@ def v_half(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -
     Every rank holds at most ``2 * (num_ranks // 2 + 1)`` activations, the size of ``num_ranks // 2 + 1`` micro-batches.
     Where F, I and W take equal times a rank is idle for ``3 * num_ranks - 3`` of them with an even number of ranks, and
     for ``3 * num_ranks - 4`` with an odd one above 1. The paper's own search may save another four.
-
-    Raises:
-        ScheduleError: unless there are two virtual stages on each rank.
     """
     _require_v("v_half", num_ranks, num_microbatches, num_virtual_stages)
     shift = 0 if num_ranks % 2 else 3
@@ -153,9 +144,6 @@ def v_min(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) ->
     Every rank holds at most ``2 * ((num_ranks + 4) // 3)`` activations, the size of ``(num_ranks + 4) // 3``
     micro-batches. Where F, I and W take equal times a rank is idle for ``4 * num_ranks - 3`` of them with a multiple of
     three ranks, and for ``4 * num_ranks - 5`` with other numbers above 1. The paper's own search may save another four.
-
-    Raises:
-        ScheduleError: unless there are two virtual stages on each rank.
     """
     _require_v("v_min", num_ranks, num_microbatches, num_virtual_stages)
     shift = 0 if num_ranks % 3 else 2

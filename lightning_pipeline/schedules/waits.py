@@ -30,7 +30,6 @@ class Wait(NamedTuple):
     """A time without computation on a rank.
 
     Attributes:
-        start, end: in the timeline's unit.
         on: of a wait for a peer or a transfer: the action that it waits for, or for the end of.
         before: the computation that follows; None at the end of the step.
     """

@@ -51,7 +51,6 @@ class Advice:
     """What was chosen, and what is expected of it.
 
     Attributes:
-        schedule: the schedule's name.
         step_seconds: expected time from one training step to the next.
         bubble: expected idle share of all ranks' time within the schedule.
         considered: expected seconds of a step under each schedule that fits.

@@ -74,9 +74,6 @@ class Checkpoints:
     """Saves and loads what the stages hold together.
 
     Arguments named `plain` are Lightning's own methods, which do for a single process.
-
-    Attributes:
-        background: saves of folders that are still going on.
     """
 
     def __init__(self, strategy: SessionStrategy) -> None:

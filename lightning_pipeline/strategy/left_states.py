@@ -124,11 +124,7 @@ def used_in_parts(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _InParts(defaultdict[Any, Any]):
-    """In place of a state of which this rank has a part.
-
-    Attributes:
-        own: the part.
-    """
+    """In place of a state of which this rank has a part."""
 
     def __init__(self, optimizer: Optimizer, when: str, way_out: str) -> None:
         super().__init__(dict)

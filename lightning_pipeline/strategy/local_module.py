@@ -66,9 +66,7 @@ class LocalModule:
         session: its module is whole, or in parts where an earlier run has left it so.
 
     Attributes:
-        leaves: the modules that a stage runs whole.
         calls: tells the stage of the module that is running.
-        tensors: the module's parameters and buffers, by number.
         ownership: the same, as seen from this rank.
     """
 

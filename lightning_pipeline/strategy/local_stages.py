@@ -33,8 +33,6 @@ class LocalStages:
     """This rank's stages under one cut. All ranks make it at the same point.
 
     Attributes:
-        local: this rank's part of the module.
-        pipeline: runs steps on them.
         gradients: a step's, held back until Lightning expects them.
         owner_computes: lets hooks use tensors that not every rank holds as a whole; None where all do.
     """

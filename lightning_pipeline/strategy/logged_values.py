@@ -42,7 +42,6 @@ class Logged:
         options: the call's other arguments, without ``batch_size``.
         dtype: the default dtype at the call, in which Lightning has numbers, as that of double precision.
         weight: number of samples, or the ``batch_size`` of the call.
-        has_batch_size: whether the call had one.
         metric: dotted name of the logged metric in the module; None for plain values.
         token: identifies the tensor that was logged, where it may be the loss.
         is_share: the value is the micro-batch's share of a loss that is a sum.
@@ -68,11 +67,7 @@ class LoggedValues:
         self._is_users = type(module).log is not LightningModule.log
 
     def note(self, num_samples: int, *args: Any, **kwargs: Any) -> Logged:
-        """One ``self.log(*args, **kwargs)`` of a micro-batch of `num_samples`, without waiting for the device.
-
-        Raises:
-            ValueError: if the value cannot be logged, as in Lightning.
-        """
+        """One ``self.log(*args, **kwargs)`` of a micro-batch of `num_samples`, without waiting for the device."""
         if len(args) == 2 and (self._is_users or kwargs.keys() <= _OPTIONS):  # as usual, without `bind`
             name, value = args
             options = kwargs

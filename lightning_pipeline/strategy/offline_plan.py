@@ -45,8 +45,6 @@ class OfflinePlans:
 
     Attributes:
         model: the LightningModule's class.
-        num_parameters: total number of elements of its parameters.
-        batch_size: samples of a batch.
         plans: by schedule, with their simulations, the fastest first; all fit the memory.
         left_out: by schedule, why there is no plan.
     """
@@ -167,7 +165,6 @@ class ScriptRun:
         module: with its parameters on the meta device.
         trainer: on the CPU, whatever the script asks for.
         strategy: the script's own, if it is a PipelineStrategy.
-        loader: the source of the training batches.
     """
 
     module: LightningModule

@@ -63,8 +63,6 @@ class Cut:
     """How a module is cut.
 
     Attributes:
-        stages: the stage of each submodule.
-        num_microbatches: of a step.
         is_final: False if the module will be cut again, so that each rank goes on holding all of it.
     """
 

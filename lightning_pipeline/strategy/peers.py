@@ -117,7 +117,6 @@ class Peers:
 
     Attributes:
         has_failed: the run has failed on this rank, which no longer waits for the others.
-        notice: spreads the news of failures.
     """
 
     def __init__(self) -> None:

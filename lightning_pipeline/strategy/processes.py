@@ -47,10 +47,6 @@ class ProcessStrategy(ParallelStrategy):
         start_method: how this machine's processes start: "popen" runs the script again for each, "fork" forks this
             process, as a notebook has to.
         timeout: the longest that a collective waits.
-
-    Attributes:
-        num_nodes: number of machines.
-        peers: the other processes.
     """
 
     def __init__(

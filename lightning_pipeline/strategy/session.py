@@ -67,21 +67,14 @@ class Session:
         config: the keys of stage_config; empty to find the cut automatically.
 
     Attributes:
-        device: this rank's.
         topology: the ranks of the run, and this rank's place.
-        transport: to the other stages; None with one stage.
         replicas: the ranks that run the same stages on other samples; None if there are none.
         tensor_group: the ranks among which this stage's tensors are split; None if they are whole.
         context_group: those among which its sequences are cut; None if they are whole.
-        stages: this rank's, under the present cut.
-        runner: runs steps on them.
         optimizers: those of the last fit, if any.
-        partitioner: decides where to cut.
         advisor: chooses the schedule; None unless schedule="auto".
-        signals: those that have arrived on this rank.
         is_over: a run has failed, so the next one needs new connections.
         ended_by: an error of a hook, at which all ranks have come alike (`ends_alike`).
-        has_logged_graphs: loggers have the module's graph.
         is_left_whole: the last run is over, and has left every rank the whole module.
     """
 
@@ -258,11 +251,7 @@ class Session:
         self.optimizers.leave()
 
     def leave_module(self, num_processes: int) -> None:
-        """At the end of a run: make the module and the states of optimizers whole on every rank, if they fit.
-
-        Args:
-            num_processes: the number of processes that share this machine's memory.
-        """
+        """At the end of a run: make the module and the states of optimizers whole on every rank, if they fit."""
         self.is_left_whole = self.stages.make_whole(num_processes)
         if self.is_left_whole and self.optimizers.optimizers:  # the strategy may have those of another module
             self.optimizers.follow(self.strategy.optimizers, self.module)

@@ -52,11 +52,7 @@ class OptimizerShards:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def before_update(self) -> None:
-        """When all gradients are final: keep only those of this replica's parameters.
-
-        Raises:
-            RuntimeError: the optimizer's step got hooks after the first update.
-        """
+        """When all gradients are final: keep only those of this replica's parameters."""
         name, is_plain = type(self.layout.optimizer).__name__, is_plain_optimizer(self.layout.optimizer)
         if self.is_sharing is None:
             self.is_sharing = is_plain

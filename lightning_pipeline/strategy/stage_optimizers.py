@@ -44,7 +44,6 @@ class StageOptimizers:
         has_slices: parameters may be DTensors, of which each rank has a slice.
 
     Attributes:
-        optimizers: the run's, in order.
         are_shared_out: whether a rank may have only a part of the state of a parameter that it holds.
         are_whole: after a run, whether every rank has the states of all parameters.
     """
@@ -172,8 +171,7 @@ class StageOptimizers:
 
     @contextmanager
     def refused_in(self, method: str) -> Iterator[None]:
-        """Around a step or hook of the user's: `optimizer.state` must not be used if this rank may have a part of it.
-        """
+        """Around a step or hook of the user's: `optimizer.state` must not be used where this rank may have a part."""
         if not self.are_in_parts or self.are_whole:
             yield
             return

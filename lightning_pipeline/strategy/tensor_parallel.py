@@ -26,7 +26,6 @@ class TensorGroup:
     Attributes:
         mesh: of all ranks, with dimensions ``("stage", "data_parallel", "tensor_parallel")``; with context parallelism
             the last one is ``"context_parallel"``.
-        group: these ranks.
         control_group: the same, with context parallelism over Gloo, for tensors on the CPU.
         stage_group: with context parallelism all ranks of this stage, those of other replicas included.
     """

@@ -220,12 +220,7 @@ class PipelineTimeline(Callback):
 
 
 def timeline_metrics(recorded: Sequence[Sequence[RecordedStep]], placement: Sequence[int]) -> dict[str, float]:
-    """The numbers that `PipelineTimeline` logs, by name.
-
-    Args:
-        recorded: each rank's recording, by replica and stage.
-        placement: the rank in the pipeline of each virtual stage.
-    """
+    """The numbers that `PipelineTimeline` logs, by name."""
     pipelines = [[rank.actions for rank in pipeline] for pipeline in recorded]
     timeline = [row for pipeline in pipelines for row in pipeline]
     begin, end = extent(timeline)
