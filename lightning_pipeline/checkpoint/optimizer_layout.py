@@ -25,18 +25,10 @@ if TYPE_CHECKING:
     from lightning_pipeline.runtime.transport import Transport
 
 ELEMENTWISE = (
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,  # and AdamW
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
+    *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.RMSprop, optim.Rprop, optim.SGD),
 )
-"""Optimizers that are known to update each element by itself."""
+"""Optimizers that are known to update each element by itself. AdamW is an Adam."""
 
 _NOTES = (bool, int, float, str)
 """Types of what optimizers note of parameters when they are made, beside tensors."""

@@ -43,16 +43,8 @@ _METHODS = (
     *("is_pinned", "dim_order", "__hash__", "is_shared", "is_coalesced", "has_names", "is_conj", "is_neg", "_is_view"),
 )
 _FUNCTIONS = (
-    "is_floating_point",
-    "is_complex",
-    "numel",
-    "is_inference",
-    "get_device",
-    "is_same_size",
-    "is_signed",
-    "result_type",
-    "can_cast",
-    "_has_compatible_shallow_copy_type",
+    *("is_floating_point", "is_complex", "numel", "is_inference", "get_device", "is_same_size", "is_signed"),
+    *("result_type", "can_cast", "_has_compatible_shallow_copy_type"),
 )
 _OF_MEMORY = frozenset(
     (

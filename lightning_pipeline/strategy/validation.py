@@ -39,16 +39,8 @@ if TYPE_CHECKING:
 
 DATA_PARALLEL = ("replicate", "zero1", "fsdp")
 ALIKE = (
-    "num_stages",
-    "num_microbatches",
-    "max_live_microbatches",
-    "max_live_bytes",
-    "offload_activations",
-    "gradients_mean",
-    "data_parallel",
-    "tensor_parallel_size",
-    "context_parallel_size",
-    "loss_reduction",
+    *("num_stages", "num_microbatches", "max_live_microbatches", "max_live_bytes", "offload_activations"),
+    *("gradients_mean", "data_parallel", "tensor_parallel_size", "context_parallel_size", "loss_reduction"),
     "output_broadcast",
 )
 """Options that all ranks must agree on; the schedule is another."""
