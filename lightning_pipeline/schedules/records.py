@@ -56,10 +56,6 @@ class RecordedStep:
     kept: dict[int, int] = field(default_factory=dict)
     away: dict[int, int] = field(default_factory=dict)
 
-    def note_reduction(self, bucket: int, start: float, end: float) -> None:
-        """Take what a reducer's `observe` gets, bucket after bucket."""
-        self.reductions.append((start, end))
-
     def moved(self, seconds: float) -> RecordedStep:
         """A copy with all times moved later by `seconds`."""
         actions = [(action, start + seconds, end + seconds) for action, start, end in self.actions]

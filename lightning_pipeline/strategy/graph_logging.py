@@ -38,11 +38,7 @@ def log_graphs(module: LightningModule, device: torch.device, broadcast: Callabl
 def skip_graphs(module: LightningModule, override: Override, *, are_logged: bool) -> None:
     """Have loggers log no graph of a module of which each rank holds a part."""
     for logger in module.trainer.loggers:
-        override(logger, "log_graph", _nothing if are_logged else partial(_try, logger.log_graph))
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+        override(logger, "log_graph", (lambda *args, **kwargs: None) if are_logged else partial(_try, logger.log_graph))
 
 
 def _try(log_graph: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -36,12 +36,12 @@ _HARMLESS = tuple(
 """Lightning's callbacks that touch no parameters, or leave it to the strategy."""
 
 
-def on_local_tensors(method: Callable[P, R]) -> Callable[P, R]:
+def on_local_tensors(method: Callable[P, R], together: str | None = None) -> Callable[P, R]:
     """Decorates a method of the strategy that hooks may call: it works on this rank's tensors as they are."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with args[0].aside():  # type: ignore[attr-defined]
+        with args[0].aside(together):  # type: ignore[attr-defined]
             return method(*args, **kwargs)
 
     return run
@@ -49,13 +49,7 @@ def on_local_tensors(method: Callable[P, R]) -> Callable[P, R]:
 
 def with_all_ranks(method: Callable[P, R]) -> Callable[P, R]:
     """`on_local_tensors` for a method in which all ranks take part: one alone would wait for the others."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with args[0].aside(method.__name__):  # type: ignore[attr-defined]
-            return method(*args, **kwargs)
-
-    return run
+    return on_local_tensors(method, method.__name__)
 
 
 def follow_hooks(

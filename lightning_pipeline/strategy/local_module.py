@@ -210,8 +210,7 @@ class LocalModule:
             for name, tensor in named_tensors(module):
                 if (held := holders_of(tensor)) is not None:
                     partial.setdefault(id(tensor), (name, tensor, held[0]))
-        absent = [tensor for _, tensor, _ in partial.values() if is_absent(tensor)]
-        found = self._most(self._obstacle(absent, num_processes))
+        found = self._most(self._obstacle(partial.values(), num_processes))
         if found[0] != _NONE:
             rank_zero_warn(
                 f"the module stays in parts after this run, as {_OBSTACLES[int(found[0])]}: "
@@ -230,16 +229,16 @@ class LocalModule:
         for name, tensor in named_tensors(self._module):
             if name in self.placement.present:
                 left.setdefault(id(tensor), (name, tensor, self.placement.present[name][0]))
-        absent = [tensor for _, tensor, _ in left.values() if is_absent(tensor)]
         assert self._transport is not None  # or nothing would be left in parts
-        numbers = self._obstacle(absent, num_processes)
+        numbers = self._obstacle(left.values(), num_processes)
         # The stages of one replica alone: an error may have left others whole.
         if self._transport.all_gather_vector(numbers, "what an earlier run has left").amax(0)[0] == _NONE:
             self._spread([*left.values()])
             self.placement.present.clear()
 
-    def _obstacle(self, absent: Sequence[Tensor], num_processes: int) -> Tensor:
-        """Why this rank cannot have these tensors, and how many they are."""
+    def _obstacle(self, partial: Iterable[tuple[str, Tensor, int]], num_processes: int) -> Tensor:
+        """Why this rank cannot have those of these tensors that it lacks, and how many they are."""
+        absent = [tensor for _, tensor, _ in partial if is_absent(tensor)]
         obstacle = _NONE
         if any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
             obstacle = _SLICES

@@ -159,16 +159,14 @@ class WholeUpdates:
         self._exchange(self._gathered)  # in its groups and its state, by which it finds parameters
 
     def before_closure(self) -> None:
-        """Before the optimizer runs its closure, for which the slices get what it has done so far, as SAM's ascent."""
+        """After the update, and before the optimizer runs its closure: the slices get what it has done so far."""
         for parameter, gathered in self._gathered.items():
             write(parameter, gathered)
             gathered.data, gathered.grad = gathered.data.new_empty(0), None
         self._exchange({gathered: parameter for parameter, gathered in self._gathered.items()})
         self._gathered = {}
 
-    def after_update(self) -> None:
-        """Copy the updated values back into this replica's slices."""
-        self.before_closure()
+    after_update = before_closure
 
     def _exchange(self, new: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:

@@ -194,7 +194,7 @@ class PipelineTimeline(Callback):
         self._recording.actions.append(span)
 
     def _note_reduction(self, bucket: int, start: float, end: float) -> None:
-        self._recording.note_reduction(bucket, start, end)
+        self._recording.reductions.append((start, end))
 
     def _exchange(
         self, trainer: Trainer, strategy: PipelineStrategy, module: LightningModule
