@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_pipeline.cli.common import CommandError
 from lightning_pipeline.schedules import Schedule, Simulation
@@ -34,10 +35,9 @@ class CostOptions:
         Raises:
             CommandError: for anything but a number of 0 or more, or several with commas between.
         """
-        if not 0 <= transfer <= MAX_TIME:
-            raise CommandError(f"--transfer takes a time from 0 to {MAX_TIME:g}, got {transfer}")
-        if not 0 <= host_transfer <= MAX_TIME:
-            raise CommandError(f"--host-transfer takes a time from 0 to {MAX_TIME:g}, got {host_transfer}")
+        for option, time in (("--transfer", transfer), ("--host-transfer", host_transfer)):
+            if not 0 <= time <= MAX_TIME:
+                raise CommandError(f"{option} takes a time from 0 to {MAX_TIME:g}, got {time}")
         if host_transfer and not offload:
             raise CommandError("--host-transfer goes with --offload-activations, the share that goes to host memory")
         texts = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
@@ -70,25 +70,17 @@ class CostOptions:
         }
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What the search for an order has to keep; see `optimize`. `kept_bytes` is one number or one for each rank."""
+def read_bounds(max_live_microbatches: float | None, kept_bytes: str | None, max_bytes: float | None) -> dict[str, Any]:
+    """What the search for an order has to keep, as `optimize` takes it; `kept_bytes` has one number or one for each
+    rank.
 
-    max_live_microbatches: float | None
-    kept_bytes: tuple[float, ...] | None
-    max_bytes: float | None
-
-    @classmethod
-    def parse(cls, max_live_microbatches: float | None, kept_bytes: str | None, max_bytes: float | None) -> Bound:
-        """Read the options.
-
-        Raises:
-            CommandError: for one of `kept_bytes` and `max_bytes` without the other, or no numbers.
-        """
-        if (kept_bytes is None) != (max_bytes is None):
-            raise CommandError("--kept-bytes and --max-bytes go together: what is kept, and the most of it on a rank")
-        kept = None if kept_bytes is None else _numbers("--kept-bytes", kept_bytes)
-        return cls(max_live_microbatches, kept, max_bytes)
+    Raises:
+        CommandError: for one of `kept_bytes` and `max_bytes` without the other, or no numbers.
+    """
+    if (kept_bytes is None) != (max_bytes is None):
+        raise CommandError("--kept-bytes and --max-bytes go together: what is kept, and the most of it on a rank")
+    kept = None if kept_bytes is None else _numbers("--kept-bytes", kept_bytes)
+    return {"max_live_microbatches": max_live_microbatches, "kept_bytes": kept, "max_bytes": max_bytes}
 
 
 def _option(name: str) -> str:

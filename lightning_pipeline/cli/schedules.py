@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_pipeline.cli.common import CommandError, bare_table, errors_without_traceback, wide_console
-from lightning_pipeline.cli.costs import Bound, CostOptions, numbers_by_stage
+from lightning_pipeline.cli.costs import CostOptions, numbers_by_stage, read_bounds
 from lightning_pipeline.schedules import (
     SCHEDULE_NAMES,
     Costs,
@@ -121,11 +121,11 @@ def simulate(
     """Compare schedules: time of a step, bubble, and how many virtual stages' activations each rank holds at most."""
     with errors_without_traceback():
         costs = CostOptions.parse(forward, input_grad, weight_grad, transfer, offload_activations, host_transfer)
-        bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
+        bounds = read_bounds(max_live_microbatches, kept_bytes, max_bytes)
         left_out: dict[str, str] = {}
         if schedules:
             chosen = [
-                _optimized(ranks, microbatches, virtual_stages, costs, bound)
+                _optimized(ranks, microbatches, virtual_stages, costs, bounds)
                 if name == OPTIMIZED
                 else _choose(name, ranks, microbatches, virtual_stages, falls_back=True)
                 for name in schedules
@@ -175,9 +175,9 @@ def draw(
     """
     with errors_without_traceback():
         costs = CostOptions.parse(forward, input_grad, weight_grad, transfer, offload_activations, host_transfer)
-        bound = Bound.parse(max_live_microbatches, kept_bytes, max_bytes)
+        bounds = read_bounds(max_live_microbatches, kept_bytes, max_bytes)
         if schedule == OPTIMIZED:
-            chosen = _optimized(ranks, microbatches, virtual_stages, costs, bound)
+            chosen = _optimized(ranks, microbatches, virtual_stages, costs, bounds)
         else:
             chosen = _choose(schedule, ranks, microbatches, virtual_stages)
         simulation = costs.simulate(chosen)
@@ -317,7 +317,7 @@ def _choose(
 
 
 def _optimized(
-    num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, costs: CostOptions, bound: Bound
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int | None, costs: CostOptions, bounds: dict[str, Any]
 ) -> Schedule:
     """Search for an order, with stages placed in a loop."""
     virtual = num_virtual_stages or 1
@@ -325,15 +325,9 @@ def _optimized(
     counts = (num_ranks, num_ranks * virtual)
     by_stage = costs.by_stage(OPTIMIZED, *counts)
     backward = list(map(sum, zip(by_stage["input_grad"], by_stage["weight_grad"], strict=True)))
-    kept = bound.kept_bytes and numbers_by_stage("--kept-bytes", bound.kept_bytes, OPTIMIZED, *counts)
-    return optimize(
-        Costs(**by_stage, transfer=costs.transfer, backward=backward),
-        loop_placement(num_ranks, virtual),
-        num_microbatches,
-        max_live_microbatches=bound.max_live_microbatches,
-        kept_bytes=kept,
-        max_bytes=bound.max_bytes,
-    ).schedule
+    kept = bounds["kept_bytes"] and numbers_by_stage("--kept-bytes", bounds["kept_bytes"], OPTIMIZED, *counts)
+    of_stages, bounds = Costs(**by_stage, transfer=costs.transfer, backward=backward), {**bounds, "kept_bytes": kept}
+    return optimize(of_stages, loop_placement(num_ranks, virtual), num_microbatches, **bounds).schedule
 
 
 def _all_that_fit(

@@ -81,8 +81,12 @@ def _by_loaders(batch: Any, num_microbatches: int, module: nn.Module) -> list[An
     into equally many parts; [] for other batches.
     """
     loaders = _loaders_at_once(module)
-    entries = _entries(batch, loaders) if isinstance(loaders, (dict, list, tuple)) else None
-    if entries is None:
+    if not isinstance(loaders, (dict, list, tuple)):
+        return []
+    nesting = _torch.tree_structure(loaders)
+    try:
+        entries = nesting.flatten_up_to(batch)
+    except ValueError:  # the batch is not nested like them
         return []
     sizes = {batch_size(entry) or 0 for entry in entries if entry is not None}  # one that has run out gives None
     if len(sizes) < 2 or 0 in sizes:
@@ -91,7 +95,7 @@ def _by_loaders(batch: Any, num_microbatches: int, module: nn.Module) -> list[An
     if _trains_batch_norm(module):
         count = max(1, min(count, min(sizes) // 2))
     parts = [[entry] * count if entry is None else split_batch(entry, count) for entry in entries]
-    return [_with_entries(batch, loaders, iter(each)) for each in zip(*parts, strict=True)]
+    return [_torch.tree_unflatten(each, nesting) for each in zip(*parts, strict=True)]
 
 
 def _loaders_at_once(module: nn.Module) -> Any:
@@ -101,36 +105,6 @@ def _loaders_at_once(module: nn.Module) -> Any:
         combined = trainer._active_loop._combined_loader  # what is public does not tell whether one follows another
         return None if combined._mode == "sequential" else combined.iterables
     return None
-
-
-def _entries(batch: Any, loaders: Any) -> list[Any] | None:
-    """What each of some nested loaders has given to a batch; None if the batch is not nested like them."""
-    if isinstance(loaders, dict):
-        if not isinstance(batch, dict) or batch.keys() != loaders.keys():
-            return None
-        pairs = [(batch[key], inner) for key, inner in loaders.items()]
-    elif isinstance(loaders, (list, tuple)):
-        if not isinstance(batch, (list, tuple)) or len(batch) != len(loaders):
-            return None
-        pairs = list(zip(batch, loaders, strict=True))
-    else:
-        return [batch]
-    found: list[Any] = []
-    for entry, inner in pairs:
-        if (more := _entries(entry, inner)) is None:
-            return None
-        found += more
-    return found
-
-
-def _with_entries(batch: Any, loaders: Any, entries: Iterator[Any]) -> Any:
-    """The batch with other entries, in the order of `_entries`."""
-    if isinstance(loaders, dict):
-        return {key: _with_entries(batch[key], inner, entries) for key, inner in loaders.items()}
-    if isinstance(loaders, (list, tuple)):
-        made = [_with_entries(entry, inner, entries) for entry, inner in zip(batch, loaders, strict=True)]
-        return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
-    return next(entries)
 
 
 def _trains_batch_norm(module: nn.Module) -> bool:
