@@ -91,12 +91,7 @@ class NPUAccelerator(Accelerator):
 
     @override
     def setup_device(self, device: torch.device) -> None:
-        """Make `device` the device of this process.
-
-        Raises:
-            ValueError: it is not an NPU.
-            RuntimeError: the process was forked from one that had used an NPU.
-        """
+        """Make `device` the device of this process."""
         if device.type != DEVICE:
             raise ValueError(
                 f'accelerator="npu" was given the device {device}, which Lightning chooses where the strategy does not '
@@ -113,11 +108,7 @@ class NPUAccelerator(Accelerator):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Called before training, validation, test or prediction.
-
-        Raises:
-            ValueError: the strategy needs CUDA.
-        """
+        """Called before training, validation, test or prediction."""
         # DDPStrategy makes CUDA streams. If CUDA is available all the same, torch_npu has mapped its names to NPUs.
         if isinstance(trainer.strategy, DDPStrategy) and not torch.cuda.is_available():
             raise ValueError(

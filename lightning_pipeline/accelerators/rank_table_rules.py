@@ -236,11 +236,7 @@ def _equal_counts(table: RankTable) -> Iterator[RuleViolation]:
 
 
 def place_stages(table: RankTable, num_stages: int) -> list[tuple[Rank, ...]]:
-    """The ranks of each stage, replica by replica: neighbours, as ``runtime.topology`` lays them out.
-
-    Raises:
-        RankTableError: the devices cannot be divided evenly between the stages.
-    """
+    """The ranks of each stage, replica by replica: neighbours, as ``runtime.topology`` lays them out."""
     size = len(table)
     if num_stages < 1 or size % num_stages:
         divisors = ", ".join(map(str, _divisors(size)))

@@ -45,9 +45,6 @@ def replacing(path: Path) -> Generator[Path, None, None]:
     Until then, and after an error in the block, `path` is what it was; a process that is killed at any moment leaves
     the old or the new under the name, whole. The place is in a draft folder beside `path`, which the process locks:
     the system ends the lock with the process, so the next writer can tell what a killed one has left, and removes it.
-
-    Raises:
-        OSError: the system's.
     """
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,6 @@ def load_torch_file(
         mmap: map the file into memory, so that only what is used is read; ignored for formats before torch 1.6.
 
     Raises:
-        OSError: the system's; names the file.
         CheckpointError: it is damaged, not one of torch's, or has objects that ``weights_only`` refuses.
     """
     try:
@@ -112,9 +111,6 @@ def _check_checksums(path: Path) -> None:
 
     torch does not. If torch.serialization.set_crc32_options has turned checksums off, no record has the right one, and
     none counts.
-
-    Raises:
-        zipfile.BadZipFile: a record is damaged.
     """
     errors: list[zipfile.BadZipFile | None] = []
     with zipfile.ZipFile(path) as records:

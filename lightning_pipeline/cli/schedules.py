@@ -296,8 +296,6 @@ def _choose(
     """Build a schedule, or read and check a CSV file, which brings its own counts.
 
     Args:
-        name: a schedule's name or a path that ends in ``.csv``.
-        num_virtual_stages: virtual stages on each rank; None for the schedule's usual number.
         falls_back: build it with its usual number of virtual stages where it cannot have the given one.
 
     Raises:

@@ -57,8 +57,6 @@ class Logged(NamedTuple):
     """A call of `self.log`.
 
     Attributes:
-        hook: in which it is made, by Lightning's name.
-        value: a number, a tensor, or a dict of them.
         is_told: other ranks are told all of it; else a metric or a function is each rank's own.
     """
 
@@ -75,7 +73,6 @@ class _Call(NamedTuple):
 
     Attributes:
         drawn: the states of its generators, if the call draws and it has drawn before.
-        logged: what it logs, if the call does that.
     """
 
     place: Any

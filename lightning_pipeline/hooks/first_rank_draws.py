@@ -114,11 +114,7 @@ class FirstRankDraws:
         return Drawn(_digest(self._begun), _digest(shared), now, self._line_alone)
 
     def follow(self, drawn: Sequence[Drawn]) -> None:
-        """Go on as the first replica does, if replicas' generators were alike.
-
-        Raises:
-            RuntimeError: all have drawn after what one has drawn alone.
-        """
+        """Go on as the first replica does, if replicas' generators were alike."""
         if len({one.begun for one in drawn}) > 1 or all(one.now == drawn[0].now for one in drawn):
             return
         if len({one.shared for one in drawn}) > 1:

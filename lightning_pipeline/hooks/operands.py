@@ -203,11 +203,7 @@ class TensorKeys:
 
 
 def share_kept(keys: TensorKeys, exchanges: Exchanges, direct: DirectTransport, limit: int) -> None:
-    """Give every rank what hooks have made and the user has kept, if it fits. All ranks must call it.
-
-    Args:
-        limit: the bytes that this rank can take.
-    """
+    """Give every rank what hooks have made and the user has kept, if it fits. All ranks must call it."""
     kept = keys.kept()
     made = {(key, TensorSpec.of(tensor), holders_of(tensor)) for key, tensor in kept.items()}
     shared = exchanges.share("what hooks have made", (limit, made))

@@ -248,9 +248,6 @@ class OwnerComputes(TorchFunctionMode):
         """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.
 
         All ranks must call it.
-
-        Args:
-            num_processes: how many processes share this machine's memory.
         """
         for _, tensor in named_tensors(self._module):
             tensor.__dict__.pop("_gradient", None)

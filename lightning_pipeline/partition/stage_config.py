@@ -71,11 +71,7 @@ def _keys_in(text: str) -> dict[str, Stage] | None:
 
 
 def stage_and_rank(key: object, value: object) -> tuple[int, int | None]:
-    """The stage that a key of stage_config gives, and the rank if it names one.
-
-    Raises:
-        ValueError: it gives no stage.
-    """
+    """The stage that a key of stage_config gives, and the rank if it names one."""
     match = _STAGE_ON_RANK.fullmatch(value) if isinstance(value, str) else None
     stage, rank = (int(match["stage"]), int(match["rank"])) if match else (value, None)
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < MAX_PASSES:

@@ -29,7 +29,6 @@ class _InHook:
         is_rank_known: the code has asked which rank it runs on, so it may do something else on each.
         has_kept_rank: this rank's code may have kept what rank it runs on.
         is_rank_kept: the first rank's may have, as all know, so hooks may differ from their start.
-        when_rank_known: called when it asks.
         at_rank_zero_only: called with the arguments of a function under `rank_zero_only`, to which every rank comes.
         take: runs a call of the code that torch gives to no mode, given the function and its arguments.
         thread: the thread of the hook; others, such as one that writes a checkpoint, may differ between ranks.

@@ -169,9 +169,6 @@ class Evaluator:
 
     Args:
         schedule: with whole or split backwards; it determines the number and placement of virtual stages.
-
-    Raises:
-        ScheduleError: fewer segments than virtual stages.
     """
 
     def __init__(self, segments: Sequence[Segment], schedule: Schedule, machine: Machine) -> None:

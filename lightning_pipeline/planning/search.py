@@ -39,9 +39,6 @@ def best_plans(
         effort: actions to simulate, and stages to bound, after which the search ends with the best plan so far; a
             million take a few seconds. It is no time, so that the same costs give the same plan.
         gap: the search goes on only for plans that are faster by this share.
-
-    Raises:
-        ScheduleError: fewer segments than virtual stages.
     """
     evaluator = Evaluator(segments, schedule, machine or Machine())
     first = _Search(evaluator).run(effort, gap)

@@ -200,9 +200,6 @@ def simulate(schedule: Schedule, costs: dict[Kind, list[float]], transfer: Seque
     Args:
         costs: for each kind, the time on each virtual stage.
         transfer: for each virtual stage, the time over the boundary after it.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever.
     """
     orders = _orders_of(schedule)
     starts = _starts(schedule, costs, transfer)

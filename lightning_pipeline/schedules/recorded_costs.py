@@ -66,9 +66,6 @@ def measured_costs(timelines: Sequence[Timeline], placement: Sequence[int]) -> C
     Args:
         timelines: recorded steps, in seconds and on one clock; they may be of several schedules. Where a stage has no
             split backward, I and W are half of B each.
-
-    Raises:
-        ScheduleError: a stage has no F.
     """
     steps = [list(_computations(timeline, placement)) for timeline in timelines]
     waits = [[wait for c in step if (wait := c.wait_for_input) is not None] for step in steps]

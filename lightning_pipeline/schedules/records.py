@@ -37,7 +37,6 @@ class RecordedStep:
     Attributes:
         reductions: start and end of the all-reduce of each bucket of gradients, in the order in which they started.
         peak_live: the most activations of virtual stages that were live at once in a step so far.
-        sent: bytes of each send.
         memory: the most bytes that the device's tensors took so far; on the CPU, that the process took.
         offload: the share of activations that goes to host memory while they wait; where there is one, also:
         live_bytes: the most bytes that saved tensors took on the device at once in the step.

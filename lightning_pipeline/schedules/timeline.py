@@ -49,11 +49,7 @@ def replicas_of(timeline: Timeline) -> list[range]:
 
 
 def extent(timeline: Timeline) -> tuple[float, float]:
-    """The first start and the last end.
-
-    Raises:
-        ScheduleError: if there are no actions.
-    """
+    """The first start and the last end."""
     spans = [span for row in timeline for span in row]
     if not spans:
         raise ScheduleError(f"a timeline of {len(timeline)} ranks without any action has no beginning and no end")

@@ -126,9 +126,6 @@ class LocalModule:
 
         Returns:
             The tensors.
-
-        Raises:
-            NotImplementedError: one tensor is in places that different ranks hold.
         """
         if self._transport is None:
             return []
@@ -298,7 +295,6 @@ def take_initial_values(module: nn.Module, copies: Iterable[nn.Module], broadcas
 
     Args:
         copies: modules that callbacks have made of this one; copies with equal values stay equal.
-        broadcast: gives every rank what rank 0 passes.
     """
     own = dict(_plain_tensors(module))
     copied = [dict(_plain_tensors(copy)) for copy in copies]

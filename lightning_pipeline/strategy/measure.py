@@ -219,10 +219,6 @@ def _plant_seeds(drawn_from: list[torch.Generator], seed: int) -> None:
 def on_all_ranks(decide: Callable[[], T], broadcast: Callable[[Any], Any], *, decides: bool) -> T:
     """What the first rank decides, on all ranks. All must call it, and all fail if the first one does.
 
-    Args:
-        broadcast: gives every rank what the first one passes.
-        decides: whether this is the first rank.
-
     Raises:
         ValueError: on the other ranks, with the first one's error, which the first one itself re-raises.
     """

@@ -112,11 +112,7 @@ def plan_on_paper(
 
 
 def rebalance_on_paper(script: Path, arguments: Sequence[str], timeline: Timeline, *, speed: DeviceSpeed) -> Rebalance:
-    """Which modules of a script's model to move to other stages, judging by the timeline of a run.
-
-    Raises:
-        ValueError: the timeline is not of a run with the script's cut.
-    """
+    """Which modules of a script's model to move to other stages, judging by the timeline of a run."""
     if len(timeline) > 1 and not any(action.kind is Kind.SEND_F for row in timeline for action, _, _ in row):
         raise ValueError(
             "the timeline has no sends, so it is of a simulation (as plan --draw writes) and tells nothing new: "
@@ -187,9 +183,6 @@ def rehearse_script(path: Path, arguments: Sequence[str]) -> ScriptRun:
 
     Parameters move to the meta device as modules register them, so a model takes no more memory than its largest
     parameter, and initialising them afterwards costs nothing.
-
-    Raises:
-        ValueError: the script ends without that call.
     """
     found: list[ScriptRun] = []
     with (

@@ -94,9 +94,6 @@ def convert_batch_norms(
 ) -> None:
     """Before training: do what ``Trainer(sync_batchnorm=True)`` asks for, if there are several replicas.
 
-    Args:
-        layer_sync: the Trainer's; None if the user has not asked for it.
-
     Raises:
         ValueError: statistics would be shared on the CPU, where torch's SyncBatchNorm does not run.
     """

@@ -206,11 +206,7 @@ class StageOptimizers:
             refuse_use(self.optimizers, *_AFTER_RUN)
 
     def make_whole(self, limit: int) -> None:
-        """Give every rank the states that one process has, where they fit. All ranks must call it.
-
-        Args:
-            limit: the bytes that this rank can take.
-        """
+        """Give every rank the states that one process has, where they fit. All ranks must call it."""
         if self._transport is None or self.are_shared_out:
             return
         allow_use(self.optimizers)
@@ -227,11 +223,7 @@ class StageOptimizers:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def gather_state(self, optimizer: Optimizer, *, is_writer: bool) -> dict[str, Any]:
-        """The state dict of one process on rank 0, {} elsewhere. All ranks must call it.
-
-        Args:
-            is_writer: this rank's pipeline is the one that writes checkpoints.
-        """
+        """The state dict of one process on rank 0, {} elsewhere. All ranks must call it."""
         layout = self._layouts[inner(optimizer)]
         collect = self._collector(inner(optimizer))
         with used_in_parts(inner(optimizer)):
