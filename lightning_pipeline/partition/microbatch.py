@@ -258,7 +258,8 @@ def _unknown_class(layout: Layout) -> str:
 def signature(microbatch: Any) -> tuple[list[Tensor], Layout, tuple[Any, ...]]:
     """The tensors of a micro-batch, its layout, and a key. Micro-batches with equal keys may run the same program."""
     tensors, layout = tree.flatten(microbatch)
-    shapes = tuple([(tuple(t.shape), _stride(t), t.dtype, t.requires_grad) for t in tensors])
+    strides = [t.stride() if t.layout is torch.strided else t.layout for t in tensors]
+    shapes = tuple([(tuple(t.shape), s, t.dtype, t.requires_grad) for t, s in zip(tensors, strides, strict=True)])
     return tensors, layout, (_structure(layout), shapes, overlaps(tensors))
 
 
@@ -290,10 +291,6 @@ def overlaps(tensors: list[Tensor]) -> Overlaps:
             end = max(end, offset + extent(tensors[number].shape, tensors[number].stride()))
         groups.append(group)
     return tuple(tuple(group) for group in groups if len(group) > 1)
-
-
-def _stride(tensor: Tensor) -> Any:
-    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 def _structure(layout: Layout) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_pipeline.schedules.recorded_costs import measured_costs, recorded_schedule
 from lightning_pipeline.schedules.records import Pipelines, RecordedStep, Records
-from lightning_pipeline.schedules.schedule import Action, Kind
+from lightning_pipeline.schedules.schedule import Kind
 from lightning_pipeline.schedules.simulation import Simulation
 from lightning_pipeline.schedules.timeline import Timeline, extent, idle_share, replicas_of
 from lightning_pipeline.schedules.validation import ScheduleError
@@ -216,17 +216,14 @@ def _rows(
             {
                 "actions": [[str(action), at(start), at(stop)] for action, start, stop in row],
                 "waits": [
-                    [wait.cause.value, at(wait.start), at(wait.end), _name(wait.on), _name(wait.before)] for wait in own
+                    [wait.cause.value, at(wait.start), at(wait.end), str(wait.on or ""), str(wait.before or "")]
+                    for wait in own
                 ],
                 "shares": {cause: round(share, 5) for cause, share in shares(own, end - begin).items()},
                 "live": [[at(time), count, round(size)] for time, count, size in live],
             }
         )
     return found
-
-
-def _name(action: Action | None) -> str:
-    return "" if action is None else str(action)
 
 
 def _stages(rank: RecordedStep) -> str:

@@ -189,7 +189,8 @@ def _repeated(
         made: list[Action] = []
         for rank, order in enumerate(orders):
             action = todo[rank][0] if todo[rank] else None
-            if action and there.issuperset(needs(action, 2 * num_ranks)) and _has_room(action, live[rank], most_live):
+            has_room = action is None or action.kind is not Kind.F or live[rank] < most_live
+            if action and has_room and there.issuperset(needs(action, 2 * num_ranks)):
                 todo[rank].popleft()
                 made.append(action)
                 if action.kind is Kind.F:
@@ -204,10 +205,6 @@ def _repeated(
             order.append(action)
         there.update(made)
     return Schedule(name, tuple(map(tuple, orders)), num_microbatches, v_placement(num_ranks))
-
-
-def _has_room(action: Action, live: int, most_live: int) -> bool:
-    return action.kind is not Kind.F or live < most_live
 
 
 def _require_v(name: str, num_ranks: int, num_microbatches: int, num_virtual_stages: int) -> None:
