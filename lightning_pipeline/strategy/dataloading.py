@@ -95,6 +95,11 @@ class SharedLoader:
     def _shared(self) -> Iterator[Any]:
         raise NotImplementedError
 
+    @property
+    def shared(self) -> Any:
+        """The loader that this one wraps."""
+        return self._loader
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self._loader,)
 

@@ -282,6 +282,8 @@ class Session:
 
     def shared_loader(self, loader: object) -> SharedLoader:
         """A loader through which the stages share batches: the first stage reads them, the others follow."""
+        if isinstance(loader, SharedLoader):  # as a CombinedLoader keeps it that is set up again
+            loader = loader.shared
         # Replicas wait for one another only in training.
         replicas = self.replicas if self.module.trainer.training else None
         options: dict[str, Any] = {"whole": self._shares_batches, "lending": self._lending}

@@ -305,3 +305,19 @@ class UnequalLoadersAreNested(OwnLoader):
             loss = loss + 0.1 * (number + 1) * F.cross_entropy(self(x), y)
         self.log("loss", loss, on_epoch=True, batch_size=8)
         return loss
+
+
+@habit(plain=False, shows=False, calls=["fit", "fit"], trainer={"reload_dataloaders_every_n_epochs": 1})
+class SameCombinedLoaderAgain(OwnLoader):
+    """One CombinedLoader, which Lightning sets up again for each epoch, and for a second fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        loaders = {"a": DataLoader(samples(24, 1), 8), "b": DataLoader(samples(16, 4), 4)}
+        self.__dict__["combined"] = CombinedLoader(loaders, "max_size_cycle")
+
+    def train_dataloader(self) -> Any:
+        return self.combined
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
