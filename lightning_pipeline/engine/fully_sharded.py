@@ -175,7 +175,7 @@ class FullySharded:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
         state._lazy_init()
-        _leave_whole_in_steps(sharded)
+        _leave_whole_in_steps(leaf)
         sharded.set_requires_gradient_sync(False)
         sharded.set_reshard_after_backward(False)
         if not self._gradients_mean:
