@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -89,6 +90,9 @@ class SharedLoader:
                 setattr(self, name, getattr(loader, name))
 
     def __iter__(self) -> Iterator[Any]:
+        # Lightning tries to iterate what is no DataLoader of torch's. In one process it is one.
+        if sys._getframe(1).f_code.co_name == "_check_dataloader_iterable":
+            return iter(())
         is_users_code = in_hook.is_here() or running_recording() is not None
         return iter(self._loader) if is_users_code else self._shared()
 

@@ -313,7 +313,7 @@ class SameCombinedLoaderAgain(OwnLoader):
 
     def __init__(self) -> None:
         super().__init__()
-        loaders = {"a": DataLoader(samples(24, 1), 8), "b": DataLoader(samples(16, 4), 4)}
+        loaders = {"a": DataLoader(samples(24, 1), 8, shuffle=True), "b": DataLoader(samples(16, 4), 4)}
         self.__dict__["combined"] = CombinedLoader(loaders, "max_size_cycle")
 
     def train_dataloader(self) -> Any:
