@@ -1,26 +1,25 @@
-"""What a hand-optimized step changes by itself in tensors of its module, and computes from nothing of its batch.
+"""What a hand-optimized step changes by itself in weights, or computes from weights, and from nothing of its batch.
 
-Target networks follow a model in such steps, weights are clamped, temperatures fall. One process does so once for its
-batch, so the first micro-batch does it, and the others go on with what it has made::
+Target networks follow a model in such steps, weights are clamped, spectral norms iterate. One process does so once for
+its batch, so the first micro-batch does it, and the others go on with what it has made::
 
     micro-batch 0   loss(x) |                | target.lerp_(model, 0.01)   loss(x)
     micro-batch 1   loss(x) | backward, step | (is made)                   loss(x)
 
 Where a step has looked at a tensor since its micro-batches last met, they meet before it is changed, as the others
-would look at it too late. What depends on the batch is changed by each micro-batch. So are counts and sums: numbers
-that a layer adds in its forward, or that are no constants of the code, as in ``self.seen += len(x)``.
+would look at it too late. What depends on the batch is changed by each micro-batch. So are buffers of which a step
+computes with nothing but buffers and numbers, which may count samples: ``self.seen += len(x)``.
 """
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline.partition import tree
@@ -44,7 +43,6 @@ Agree = Callable[[str, bool], bool]
 do. Gives whether a step runs."""
 
 _OF_NO_DATA = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "detach_", "share_memory_"))
-_ADDING = frozenset(("add_", "sub_", "__iadd__", "__isub__"))
 _WITH_DATA = frozenset((FunctionKind.COMPUTES, FunctionKind.READS, FunctionKind.WRITES, FunctionKind.DRAWS))
 
 
@@ -70,7 +68,8 @@ class OwnChanges:
         self._is_first, self._agree = is_first, agree
         self._tensors = tensors
         self._numbers = {memory_of(tensor): number for number, tensor in enumerate(tensors.tensors)}
-        self._free: Any = WeakIdKeyDictionary()  # tensors that are computed from the module's alone
+        # Tensors that are computed from the module's alone, with whether from any parameter:
+        self._free: Any = WeakIdKeyDictionary()
         # Of the module's tensors, by number, since micro-batches last met:
         self._seen: set[int] = set()
         self._changed: set[int] = set()  # by each micro-batch
@@ -81,8 +80,8 @@ class OwnChanges:
         self._changed.clear()
 
     def note_free(self, tensor: Tensor) -> None:
-        """Take note of what the batch has computed, and no micro-batch."""
-        self._free[tensor] = None
+        """Take note of what the batch has computed, and no micro-batch: a gradient."""
+        self._free[tensor] = True
 
     def note(self, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any], found: Any) -> None:
         """Take note of a call and of what it has given."""
@@ -90,8 +89,9 @@ class OwnChanges:
             return
         used, made = _tensors_in((args, kwargs)), _tensors_in(found)
         if used and kind is not FunctionKind.DRAWS and all(map(self._is_free, used)):
+            has_weights = any(map(self._has_weights, used))
             for tensor in made:
-                self.note_free(tensor)
+                self._free[tensor] = has_weights
         numbers = {memory: self._behind(tensor) for tensor in used for memory in (memory_of(tensor),)}
         targets = [*written(func, kind, args, kwargs), *_written_beside(func, args, kwargs)]
         self._changed |= _known(map(self._behind, targets))
@@ -134,8 +134,8 @@ class OwnChanges:
         if not all(map(self._is_free, used)):
             return None
         found = tuple(number for number in numbers if number is not None)
-        is_count = name in _ADDING and len(used) == 1 and self._tensors.is_buffer[found[0]]
-        if is_count and (_is_in_forward() or not _adds_constant()):
+        is_of_weights = not any(map(self._tensors.is_buffer.__getitem__, found)) or any(map(self._has_weights, used))
+        if not is_of_weights and not _is_torchs_average():
             return None
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, (bool, int, float))]
         several = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -157,6 +157,11 @@ class OwnChanges:
         number = self._behind(tensor)
         return tensor in self._free if number is None else number not in self._changed
 
+    def _has_weights(self, tensor: Tensor) -> bool:
+        """Whether a free tensor is a parameter or its gradient, or is computed from one."""
+        number = self._behind(tensor)
+        return bool(self._free.get(tensor)) if number is None else not self._tensors.is_buffer[number]
+
 
 class OwnChangesOnPath(OwnChanges):
     """The same where calls are recorded, most of which follow a known path. Notes those that all ranks compute.
@@ -169,7 +174,7 @@ class OwnChangesOnPath(OwnChanges):
         self._recording = recording
         self._end = recording.beginning
         self._writes = ModuleWrites()
-        self._free_values: set[int] = set()
+        self._free_values: dict[int, bool] = {}
         self._seen_on_path: set[int] = set()
         self._changed_on_path: set[int] = set()
 
@@ -192,6 +197,10 @@ class OwnChangesOnPath(OwnChanges):
         if number is not None:
             return number not in self._changed and number not in self._changed_on_path
         return tensor in self._free if value is None else value in self._free_values
+
+    def _has_weights(self, tensor: Tensor) -> bool:
+        value = self._value_of(tensor)
+        return super()._has_weights(tensor) if value is None else self._value_has_weights(value)
 
     def _value_of(self, tensor: Tensor) -> int | None:
         number = self._tensors.number_of(tensor)
@@ -222,7 +231,8 @@ class OwnChangesOnPath(OwnChanges):
         is_free &= not event.draws
         written = self._writes.of(event).keys()
         if is_free:
-            self._free_values.update(event.made())
+            has_weights = any(map(self._value_has_weights, event.inputs)) or any(map(self._has_weights_here, captured))
+            self._free_values.update(dict.fromkeys(event.made(), has_weights))
         if is_free and written and written <= set(announced):
             return
         self._changed_on_path |= written
@@ -235,11 +245,21 @@ class OwnChangesOnPath(OwnChanges):
             return number not in self._changed_on_path
         return value is CAPTURED or value in self._free_values
 
+    def _value_has_weights(self, value: Any) -> bool:
+        number = self._writes.behind(value)
+        return bool(self._free_values.get(value)) if number is None else not self._tensors.is_buffer[number]
+
+    def _captured(self, place: int) -> Any:
+        return self._recording.copied_from.get(place, self._recording.captured[place])
+
     def _is_free_here(self, place: int) -> bool:
         """Likewise, of what has been captured."""
-        recording = self._recording
-        found = recording.copied_from.get(place, recording.captured[place])
+        found = self._captured(place)
         return not isinstance(found, Tensor) or self._is_free(found)
+
+    def _has_weights_here(self, place: int) -> bool:
+        found = self._captured(place)
+        return isinstance(found, Tensor) and self._has_weights(found)
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
@@ -276,32 +296,9 @@ def result_of_write(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return None if name.startswith("_foreach_") or name in ("data.__set__", "__setitem__") else args[0]
 
 
-_CALLING = nn.Module._call_impl.__code__
-
-
-def _is_in_forward() -> bool:
-    """Whether a module runs its forward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALLING:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _adds_constant() -> bool:
-    """Whether the running call is made with a constant of the code, as ``count += 1`` is."""
+def _is_torchs_average() -> bool:
+    """Whether torch's `AveragedModel` counts its updates, to which it gives weights by the count."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_in_package(frame):
         frame = frame.f_back
-    return frame is not None and _follows_constant(frame.f_code, frame.f_lasti)
-
-
-@lru_cache(maxsize=4096)
-def _follows_constant(code: CodeType, last: int) -> bool:
-    """Whether the instruction before another one of a function loads a constant."""
-    before = ""
-    for instruction in dis.get_instructions(code):
-        if instruction.offset >= last:
-            break
-        if instruction.opname not in ("CACHE", "PRECALL", "EXTENDED_ARG", "NOP"):
-            before = instruction.opname
-    return before in ("LOAD_CONST", "LOAD_SMALL_INT")
+    return frame is not None and frame.f_code is AveragedModel.update_parameters.__code__

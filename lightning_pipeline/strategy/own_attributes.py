@@ -7,9 +7,8 @@ find what the last one has kept::
     micro-batch 1                    | self.fake = ..|                  ...
 
 So an attribute that a micro-batch has set is what it has set when it goes on. Until then it finds what the others have
-left, as one micro-batch does after another. Attributes that are made of what they were (``self.seen += len(x)``) sum
-over all micro-batches, but are set once for all where they are made of nothing else than constants and other attributes
-(``self.count += 1``). What a hook has set since holds for all. Entries of the LightningModule's dictionaries and plain
+left, as one micro-batch does after another. Attributes that are made of what they were (``self.count += 1``) sum over
+all micro-batches, and what a hook has set since holds for all. Entries of the LightningModule's dictionaries and plain
 records are treated alike, but for numbers, which are taken for sums. Its lists and deques that only grow collect of all
 micro-batches, and others are each one's own.
 
@@ -62,20 +61,17 @@ class _Attribute:
         start: the same, or what its class has.
         left: what it was when the last part of a step ended.
         users: the micro-batches that have set it.
-        at_part: what it was when the running part of the first micro-batch's step began.
         is_own: a step has set it to something that is not made of what it was.
-        is_once: steps have only set it to what is the same for all micro-batches that find it as it was.
         is_changed: the first micro-batch has come to the end of a part with something else than `before`.
         is_put_back: and then has put that back.
     """
 
     def __init__(self, space: dict[Any, Any], name: Any, before: Any, start: Any, owner: str, line: str) -> None:
         self.space, self.name, self.owner, self.line = space, name, owner, line
-        self.before = self.left = self.at_part = before
+        self.before = self.left = before
         self.start = start
         self.users: set[int] = set()
         self.is_own = self.is_changed = self.is_put_back = False
-        self.is_once = True
 
     @property
     def value(self) -> Any:
@@ -274,11 +270,6 @@ class OwnAttributes:
             attribute = self._attributes[place]
             if attribute.is_own and attribute.value is not value:
                 attribute.put(value)
-        for attribute in self._attributes.values():
-            if index == 0:
-                attribute.at_part = attribute.value
-            elif attribute.is_once:
-                attribute.put(attribute.at_part)
         self._num_turns[index] = self._num_turns.get(index, 0) + 1
         before = [(owner, space, dict(space)) for owner, space in self._spaces]
         items = [sequence.begin_turn(index) for sequence in self._sequences]
@@ -296,7 +287,6 @@ class OwnAttributes:
                     if space.get(name, _NONE) is not (was := entries.get(name, _NONE)):
                         attribute = self._note(_Attribute(space, name, was, was, owner, ""))
                         attribute.is_own |= type(attribute.value) not in (int, float)
-                        attribute.is_once = False
             for place, attribute in self._attributes.items():
                 attribute.left = attribute.value
                 if index in attribute.users:
@@ -331,11 +321,7 @@ class OwnAttributes:
             line = "" if name == "training" else users_line()  # of all modules, by `eval`
             attribute = _Attribute(space, name, before, start, f"a {type(module).__name__}", line)
         frame = sys._getframe(2)
-        made_of = _statement(frame.f_code, frame.f_lasti)
-        attribute.is_own |= made_of is None or name not in made_of.attributes
-        others = set() if made_of is None else made_of.attributes - {name}
-        attribute.is_once &= not attribute.is_own and made_of is not None and made_of.is_constant
-        attribute.is_once &= all(one.is_once for one in self._attributes.values() if one.name in others)
+        attribute.is_own |= not _is_made_of_itself(frame.f_code, frame.f_lasti)
         self._note(attribute)
 
     def _note(self, attribute: _Attribute) -> _Attribute:
@@ -412,48 +398,15 @@ def _spaces_of(root: nn.Module) -> list[tuple[str, dict[Any, Any]]]:
     return found
 
 
-class _Statement(NamedTuple):
-    """What the statement reads that sets an attribute.
-
-    Attributes:
-        is_constant: nothing but attributes, constants and the number of the batch.
-    """
-
-    attributes: frozenset[str]
-    is_constant: bool
-
-
-_CONSTANT = ("LOAD_CONST", "LOAD_SMALL_INT", "BINARY_", "INPLACE_", "UNARY_", "COMPARE_OP", "POP_JUMP", "JUMP", "COPY")
-_PLAIN = ("SWAP", "DUP_", "ROT_", "CACHE", "RESUME", "PRECALL", "CALL", "PUSH_NULL", "NOP", "EXTENDED_ARG", "LOAD_FAST")
-_BUILTINS = ("min", "max", "abs", "int", "float", "round")
-
-
 @lru_cache(maxsize=4096)
-def _statement(code: CodeType, last: int) -> _Statement | None:
-    """What a statement reads that an instruction of a function ends by setting an attribute; None if it does not."""
-    attributes: set[str] = set()
-    variables: set[str] = set()
-    is_constant = True
+def _is_made_of_itself(code: CodeType, last: int) -> bool:
+    """Whether the instruction of a function that sets an attribute ends a statement that also reads it."""
+    reads: set[Any] = set()
     for instruction in dis.get_instructions(code):
-        name = instruction.opname
         if instruction.offset >= last:
-            is_setting = instruction.offset == last and name == "STORE_ATTR"
-            is_constant &= len(variables - {"batch_idx"}) <= 1
-            return _Statement(frozenset(attributes), is_constant) if is_setting else None
-        if name.startswith("STORE_") or name == "POP_TOP":  # an earlier statement
-            attributes, variables, is_constant = set(), set(), True
-        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(instruction.argval)
-            is_constant &= name == "LOAD_ATTR" and not _loads_method(instruction)
-        elif name.startswith("LOAD_FAST"):
-            variables.update(instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,))
-        elif name == "LOAD_GLOBAL":
-            is_constant &= instruction.argval in _BUILTINS
-        else:
-            is_constant &= name.startswith(_CONSTANT + _PLAIN)
-    return None
-
-
-def _loads_method(instruction: dis.Instruction) -> bool:
-    """Whether an attribute is loaded to be called."""
-    return sys.version_info >= (3, 12) and bool((instruction.arg or 0) & 1)
+            return instruction.offset == last and instruction.opname == "STORE_ATTR" and instruction.argval in reads
+        if instruction.opname.startswith("STORE_") or instruction.opname == "POP_TOP":  # an earlier statement
+            reads.clear()
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            reads.add(instruction.argval)
+    return False

@@ -104,25 +104,6 @@ class LooksBeforeAndAfter(Followed):
             self.log("of_all", sum((own * other).sum() for own, other in self.pairs()))
 
 
-@habit(plain=False, without={"every": 1000})
-class SyncsEveryThird(Followed):
-    """By a count in a buffer, which the step reads."""
-
-    every = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("seen", torch.tensor(0))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        ByHand.training_step(self, batch, batch_idx)
-        self.count += 1
-        self.seen += len(batch[0])
-        if int(self.count) % self.every == 0:
-            self.target.load_state_dict(nn.Sequential(*self.layers, self.head).state_dict())
-
-
 @habit(plain=False)
 class AveragesByTorch(ByHand):
     def __init__(self) -> None:
@@ -183,41 +164,33 @@ class MomentumInBuffers(ByHand):
         with torch.no_grad():
             for place, p in enumerate(self.parameters()):
                 velocity = getattr(self, f"velocity{place}")
-                velocity.mul_(0.9).add_(p.grad)
+                velocity.copy_(0.9 * velocity + p.grad)
                 p.add_(velocity, alpha=-0.1)
 
 
 @habit(plain=False, shows=False)
-class TemperatureFalls(ByHand):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("temperature", torch.tensor(2.0))
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss((batch[0] / self.temperature, batch[1]))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        super().training_step(batch, batch_idx)
-        self.temperature *= 0.9
-        self.temperature.clamp_(min=1.0)
-
-
-@habit(plain=False, shows=False)
-class SumsOfTheBatch(ByHand):
-    """A moving average of what is in the batch, which decays once, and takes in the parts of it."""
+class CountsOfTheBatch(ByHand):
+    """Buffers that each micro-batch changes: a queue and its pointer, a center, counts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("sums", torch.zeros(CLASSES, WIDTH))
-        self.register_buffer("centers", torch.zeros(CLASSES, WIDTH))
+        self.register_buffer("queue", torch.zeros(24, WIDTH))
+        self.register_buffer("place", torch.tensor([0]))
+        self.register_buffer("counts", torch.zeros(CLASSES))
+        self.register_buffer("one", torch.tensor(1.0))
+        self.register_buffer("seen", torch.tensor(0.0))
+        self.register_buffer("samples", torch.tensor(0.0))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
         x, y = batch
-        with torch.no_grad():
-            self.sums.mul_(0.9)
-            self.sums.add_(F.one_hot(y, CLASSES).float().T @ x, alpha=0.1)
-            self.centers.copy_(self.sums / (1e-3 + self.sums.norm()))
+        place = int(self.place)
+        self.queue[place : place + len(x)] = x
+        self.place[0] = (place + len(x)) % len(self.queue)
+        for label in y:
+            self.counts[label] += 1
+            self.samples += 1
+        self.seen.copy_(self.seen + self.one * len(x))
 
 
 @habit(plain=False, expect=error(r"(?s)the change of head\.bias by mul_\(.*once_a_batch\.py:\d+.*called for by all"))
@@ -228,29 +201,7 @@ class ChangesByMicroBatch(ByHand):
             self.head.bias.mul_(0.5 + 0.1 * float(batch[0][0, 0] > 0) + 0.1 * float(batch[0][0, 1] > 0))
 
 
-@habit(plain=False, observed=["epsilon", "steps", "samples"])
-class ExplorationFalls(Followed):
-    """By attributes, which the step reads."""
-
-    epsilon_end, every = 0.05, 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.epsilon, self.steps, self.samples = 1.0, 0, 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        ByHand.training_step(self, (x * (1 + self.epsilon), y), batch_idx)
-        self.epsilon = max(self.epsilon_end, self.epsilon * 0.7)
-        self.steps += 1
-        self.samples += len(x)
-        if self.steps % self.every == 0:
-            self.target.load_state_dict(nn.Sequential(*self.layers, self.head).state_dict())
-        self.log("epsilon", self.epsilon)
-
-
 ON_WHOLE_BATCHES = (
     *(CopiesAMixture, Lerps, MultipliesAndAdds, AssignsData, LerpsAll, FollowsAtTheStart, LooksBeforeAndAfter),
-    *(SyncsEveryThird, AveragesByTorch, Wasserstein, Spectral, UpdatesByGradients, MomentumInBuffers, TemperatureFalls),
-    *(SumsOfTheBatch, ExplorationFalls),
+    *(AveragesByTorch, Wasserstein, Spectral, UpdatesByGradients, MomentumInBuffers, CountsOfTheBatch),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
-from tests.habits import by_hand, generated, own_attributes
+from tests.habits import by_hand, generated
 from tests.habits.modules import Layers
 from tests.habits.once_a_batch import ON_WHOLE_BATCHES
 from tests.launching import PATIENCE_S, launch
@@ -45,7 +45,6 @@ MODULES = (
     by_hand.KeepsDetachedValues,
     TOGGLING,
     ONE_FORWARD,
-    own_attributes.CountsInEachPart,
     *ON_WHOLE_BATCHES,
 )
 
