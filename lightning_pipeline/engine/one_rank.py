@@ -29,7 +29,7 @@ from lightning_pipeline.recording.step_gradients import (
     refuse_update,
     refuse_written_gradient,
     share_memory,
-    writes,
+    written,
 )
 from lightning_pipeline.schedules import Kind
 
@@ -50,13 +50,13 @@ class _ByHand(CountedDraws):
         is_of_parameter = bool(args) and isinstance(args[0], nn.Parameter)
         if func in SETTERS and is_of_parameter and len(args) > 1 and args[1] is not None:
             refuse_written_gradient()
-        written = [args[:1] if writes(func, kind) else (), kwargs.get("out")] if self._read else ()
-        if share_memory(written, self._read):
+        targets = written(func, kind, args, kwargs) if self._read else []
+        if share_memory(targets, self._read):
             refuse_written_gradient()
         call = partial(super().__torch_function__, func, types, args, kwargs)
         found = self._changes.make(func, kind, args, kwargs, call)
         if found is UNANSWERED:
-            if share_memory(written, self._read.values()):
+            if share_memory(targets, self._read.values()):
                 refuse_update()
             found = call()
             self._changes.note(func, kind, args, kwargs, found)

@@ -190,13 +190,6 @@ class Suspended:
         """Make a call for the batch at the next synchronization point, before that point's own call."""
         self._deferred.append((what, perform))
 
-    def agree(self, what: str, *, meets: bool) -> None:
-        """Have all micro-batches come to the same call, which one of them makes: now, or by the next meeting."""
-        if meets:
-            self.meet(SyncPoint(what, lambda closures: None))
-        else:
-            self.defer(what, lambda: None)
-
     def meet(self, meeting: SyncPoint) -> Any:
         """Wait, in the step's thread, until the call is made for the batch. Returns its result."""
         meeting.line = users_line()
@@ -255,10 +248,13 @@ def running_step() -> Suspended | None:
 
 
 def agree(what: str, meets: bool) -> bool:
-    """Have all micro-batches come to the same call (see `Suspended.agree`). Gives whether a step runs here."""
+    """Have all micro-batches come to the same call, which one of them makes: now, or by the next meeting. Gives whether
+    a step runs in this thread."""
     step = running_step()
-    if step is not None:
-        step.agree(what, meets=meets)
+    if step is not None and meets:
+        step.meet(SyncPoint(what, lambda closures: None))
+    elif step is not None:
+        step.defer(what, lambda: None)
     return step is not None
 
 

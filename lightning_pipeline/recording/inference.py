@@ -125,8 +125,8 @@ _LAID_OUT_OTHERWISE = frozenset(
 
 
 _CAST_WITHIN = ("layer_below", "layer_on_nested", "attention")
-"""The fast paths of torch's transformer layers, whose kernels call what autocast casts. Fake ones do not,
-nor do they where somebody looks on."""
+"""The fast paths of torch's transformer layers, within whose kernels autocast casts, but not on fake tensors."""
+
 _TOLD_BY_ZEROS = frozenset(
     (
         *("linear", "matmul", "__matmul__", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "batch_norm", "layer_norm"),

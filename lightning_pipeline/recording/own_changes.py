@@ -33,7 +33,7 @@ from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.module_writes import ModuleWrites
 from lightning_pipeline.recording.operation import take_apart
 from lightning_pipeline.recording.path import mark
-from lightning_pipeline.recording.step_gradients import UNANSWERED
+from lightning_pipeline.recording.step_gradients import UNANSWERED, written
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -42,7 +42,6 @@ Agree = Callable[[str, bool], bool]
 """Has all micro-batches come to a change of this name: they wait there for one another, or are compared where they next
 do. Gives whether a step runs."""
 
-_OF_NO_DATA = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "detach_", "share_memory_"))
 _WITH_DATA = frozenset((FunctionKind.COMPUTES, FunctionKind.READS, FunctionKind.WRITES, FunctionKind.DRAWS))
 
 
@@ -87,7 +86,7 @@ class OwnChanges:
         """Take note of a call and of what it has given."""
         if kind not in _WITH_DATA or self.is_making:
             return
-        used, made = _tensors_in((args, kwargs)), _tensors_in(found)
+        used, made = tree.leaves((args, kwargs)), tree.leaves(found)
         if used and kind is not FunctionKind.DRAWS and all(map(self._is_free, used)):
             has_weights = any(map(self._has_weights, used))
             for tensor in made:
@@ -130,7 +129,7 @@ class OwnChanges:
         numbers = [self._behind(tensor) for tensor in targets]
         if not numbers or None in numbers:
             return None
-        used = _tensors_in((args, kwargs))
+        used = tree.leaves((args, kwargs))
         if not all(map(self._is_free, used)):
             return None
         found = tuple(number for number in numbers if number is not None)
@@ -164,10 +163,7 @@ class OwnChanges:
 
 
 class OwnChangesOnPath(OwnChanges):
-    """The same where calls are recorded, most of which follow a known path. Notes those that all ranks compute.
-
-    What it has found about a call after an event is kept with the event.
-    """
+    """The same where calls are recorded, most of which follow a known path. Notes those that all ranks compute."""
 
     def __init__(self, recording: Recording, agree: Agree, *, is_first: bool) -> None:
         super().__init__(recording.tensors, agree, is_first=is_first)
@@ -229,14 +225,14 @@ class OwnChangesOnPath(OwnChanges):
         captured = range(event.first_captured, event.num_captured)
         is_free = all(map(self._is_free_value, event.inputs)) and all(map(self._is_free_here, captured))
         is_free &= not event.draws
-        written = self._writes.of(event).keys()
+        changed = self._writes.of(event).keys()
         if is_free:
             has_weights = any(map(self._value_has_weights, event.inputs)) or any(map(self._has_weights_here, captured))
             self._free_values.update(dict.fromkeys(event.made(), has_weights))
-        if is_free and written and written <= set(announced):
+        if is_free and changed and changed <= set(announced):
             return
-        self._changed_on_path |= written
-        if written or not all(event.result.shares):  # or it makes views
+        self._changed_on_path |= changed
+        if changed or not all(event.result.shares):  # or it makes views
             self._seen_on_path |= _known(numbers)
 
     def _is_free_value(self, value: Any) -> bool:
@@ -262,22 +258,8 @@ class OwnChangesOnPath(OwnChanges):
         return isinstance(found, Tensor) and self._has_weights(found)
 
 
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _known(numbers: Any) -> set[int]:
     return {number for number in numbers if number is not None}
-
-
-def written(func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors into whose memory a call writes, as its name says."""
-    if function_name(func) in _OF_NO_DATA:
-        return []
-    if kwargs.get("out") is not None:
-        return _tensors_in(kwargs["out"])
-    is_drawn = kind is FunctionKind.DRAWS and function_name(func).endswith("_")
-    return _tensors_in(args[:1]) if kind is FunctionKind.WRITES or is_drawn else []
 
 
 def _written_beside(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -186,8 +186,7 @@ class Recording(TorchFunctionMode):
         self.note_written_arrays()
 
     def meet(self, what: str, loss: Tensor | None = None) -> int:
-        """Mark a synchronization point of the micro-batches. Returns the value that backward starts from; -1 for none.
-        """
+        """Mark a synchronization point of the micro-batches. Gives the value that backward starts from; -1 for none."""
         self.note_written_arrays()
         self.note_outdated()
         if self.changes is not None:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import Placeholder
-from lightning_pipeline.partition.torch_functions import FunctionKind, function_name
+from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, function_name
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 
@@ -131,7 +131,7 @@ class GivenGradients:
         Raises:
             NotImplementedError: it writes into a copy, or uses one that may be outdated.
         """
-        if share_memory([args[:1] if writes(func, kind) else (), kwargs.get("out")], self._outdated):
+        if share_memory(written(func, kind, args, kwargs), self._outdated):
             refuse_written_gradient()
         if share_memory([args, kwargs], [copy for copy, is_outdated in self._outdated.items() if is_outdated]):
             raise NotImplementedError(
@@ -145,7 +145,7 @@ given = GivenGradients()
 
 def share_memory(used: Any, others: Iterable[Tensor]) -> bool:
     """Whether any of the tensors in `used` shares memory with other ones."""
-    tensors = [one for one in tree.leaves(used) if isinstance(one, Tensor) and _has_memory(one)]
+    tensors = list(filter(_has_memory, tree.leaves(used)))
     if not tensors:
         return False
     with _torch.DisableTorchFunction():
@@ -157,10 +157,18 @@ def _has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and type(tensor) is not Placeholder
 
 
-def writes(func: Any, kind: FunctionKind) -> bool:
-    """Whether a function writes into its first argument, or the tensors in it."""
-    name = function_name(func)
-    return kind is FunctionKind.WRITES or (name.startswith("_foreach_") and name.endswith("_"))
+_OF_NO_DATA = frozenset(("requires_grad_", "requires_grad.__set__", "grad.__set__", "detach_", "share_memory_"))
+
+
+def written(func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors into whose memory a call writes, as its name says."""
+    if function_name(func) in _OF_NO_DATA:
+        return []
+    if kwargs.get("out") is not None:
+        return tree.leaves(kwargs["out"])
+    if kind is FunctionKind.DRAWS:
+        return tree.leaves(drawn_into(func, args, kwargs))
+    return tree.leaves(args[:1]) if kind is FunctionKind.WRITES else []
 
 
 def refuse_read(name: str) -> NoReturn:
@@ -169,7 +177,6 @@ def refuse_read(name: str) -> NoReturn:
         f"the gradient of {name} is read within a step ({users_line()}), where those of its micro-batches are not "
         f"added up: read it in on_after_backward, or take torch.autograd.grad"
     )
-
 
 
 def refuse_update() -> NoReturn:

@@ -265,6 +265,11 @@ class FailureNotice:
             f"if it is slow"
         )
 
+    def raise_failure(self, waiting_for: str) -> None:
+        """Raise if a rank of the run has failed; for a rank that waits."""
+        if self.failure is not None:
+            raise self.explain(RuntimeError("failed"), waiting_for=waiting_for, peer=None, timed_out_after=None)
+
     def _failure_in(self, error: BaseException) -> Failure:
         """The failure of the run that an `error` on this rank means."""
         if isinstance(error, PeerFailedError):
@@ -448,5 +453,5 @@ def waiting_for(what: str, peer: int | None = None, *, is_for_all: bool = False)
 def raise_failure() -> None:
     """Raise if a rank of the run has failed; for a rank that waits for others."""
     notice = FailureNotice._shared
-    if notice is not None and notice.failure is not None:
-        raise notice.explain(RuntimeError("failed"), waiting_for="other ranks", peer=None, timed_out_after=None)
+    if notice is not None:
+        notice.raise_failure("other ranks")

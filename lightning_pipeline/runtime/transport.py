@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections.abc import Set
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -320,16 +321,11 @@ class Transport(Connection):
         places = {rank: stage for stage, rank in enumerate(self.pipeline_ranks)}
         store = BoundedStore(_torch.default_store(), rank=self.topology.rank, limit=self.timeout)
         by_rank = {(self.pipeline_ranks[peer], number) for peer, number in wanted}
-        found = connect(store, self.topology.rank, by_rank, self.timeout, self._raise_failure)
+        raise_failure = partial(self.notice.raise_failure, "all ranks to connect")
+        found = connect(store, self.topology.rank, by_rank, self.timeout, raise_failure)
         self._by_rank = found
         self.notice.waits.add(found)
         return {(places[rank], number): stream for (rank, number), stream in found.items()}
-
-    def _raise_failure(self) -> None:
-        if self.notice.failure is not None:
-            raise self.notice.explain(
-                RuntimeError("failed"), waiting_for="all ranks to connect", peer=None, timed_out_after=None
-            )
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """The group of this pipeline's ranks. Every rank of the world makes those of all pipelines, as torch asks."""

@@ -28,7 +28,7 @@ from lightning_pipeline.runtime.tensor_meta import conform
 from lightning_pipeline.runtime.transport import Transport
 
 from .._lightning import sized_len
-from .lightning_private import sample_indices, set_sample_indices
+from .lightning_private import is_loader_check, sample_indices, set_sample_indices
 
 _END = None
 
@@ -90,8 +90,7 @@ class SharedLoader:
                 setattr(self, name, getattr(loader, name))
 
     def __iter__(self) -> Iterator[Any]:
-        # Lightning tries to iterate what is no DataLoader of torch's. In one process it is one.
-        if sys._getframe(1).f_code.co_name == "_check_dataloader_iterable":
+        if is_loader_check(sys._getframe(1)):
             return iter(())
         is_users_code = in_hook.is_here() or running_recording() is not None
         return iter(self._loader) if is_users_code else self._shared()

@@ -218,6 +218,11 @@ def skips_backward(trainer: Trainer) -> bool:
     return trainer.fit_loop._skip_backward
 
 
+def is_loader_check(frame: FrameType) -> bool:
+    """Whether Lightning only tries to iterate a loader, as it does with all but those of torch's class."""
+    return frame.f_code.co_name == "_check_dataloader_iterable"
+
+
 def loader_of(trainer: Trainer, arguments: Sequence[Any]) -> Any:
     """The loader that the batch of a step with these arguments is of; None for batches of several loaders at once.
 

@@ -25,8 +25,8 @@ from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_ste
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
 from lightning_pipeline.partition.torch_functions import function_name, kind_of
 from lightning_pipeline.partition.users_code import users_line
-from lightning_pipeline.recording.own_changes import result_of_write, written
-from lightning_pipeline.recording.step_gradients import GETTERS, GRADIENT_CALLS, given
+from lightning_pipeline.recording.own_changes import result_of_write
+from lightning_pipeline.recording.step_gradients import GETTERS, GRADIENT_CALLS, given, written
 
 from .._lightning import LightningModule, LightningOptimizer, Precision
 from .lightning_private import lightning_optimizers

@@ -162,12 +162,18 @@ class StageRunner:
         if cleared:  # which Lightning does after the step, but for modules that do it by themselves
             tensors = self._stages.pipeline.recorder.tensors
             gradients.clear([tensors.in_place(number) for number in cleared.values()])
-        if is_skipped_by_all:
-            return None
+        return None if is_skipped_by_all else self._training_result(states, losses)
+
+    def _training_result(self, states: list[Microbatch], losses: list[tuple[Tensor, int]]) -> Any:
+        """What a training step gives: the loss, or a dictionary with it.
+
+        Args:
+            losses: of micro-batches, with their numbers of samples.
+        """
         if not losses:  # other replicas have some, with whose gradients this one updates, too
             return torch.zeros((), device=self._session.device)
         loss = self.loss_of_batch(*map(list, zip(*losses, strict=True)))
-        extra = _without_loss([state.result for state in states], sizes)
+        extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
         return {"loss": loss, **extra} if extra else loss
 
     def _train_without_backward(self, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
@@ -181,15 +187,11 @@ class StageRunner:
         with self._session.optimizers.refused_in("training_step"):
             states, numbers = self.run(work, microbatches, lambda: [self.settings.digest()])
         name = type(self._module).__name__
-        found = [(loss_in(one.result, name), one.num_samples) for one in states if one.result is not None]
-        has_loss = self._act_on_signals(numbers, training=True, has_loss=bool(found)) if numbers else bool(found)
+        losses = [(loss_in(one.result, name).detach(), one.num_samples) for one in states if one.result is not None]
+        has_loss = self._act_on_signals(numbers, training=True, has_loss=bool(losses)) if numbers else bool(losses)
         self._log(states, numbers)
         self._stages.note_uses(training=True)
-        if not found:
-            return torch.zeros((), device=self._session.device) if has_loss else None
-        loss = self.loss_of_batch(*map(list, zip(*found, strict=True))).detach()
-        extra = _without_loss([state.result for state in states], [state.num_samples for state in states])
-        return {"loss": loss, **extra} if extra else loss
+        return self._training_result(states, losses) if has_loss else None
 
     def evaluate(self, name: str, args: tuple[Any, ...], microbatches: list[Any] | None) -> Any:
         """The validation, test or predict step of this name. Returns its outputs, combined over micro-batches.

@@ -8,7 +8,8 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 
-from tests.habits.modules import WIDTH, Evaluated
+from tests.habits.layers import TransformerEncoderLayers
+from tests.habits.modules import Evaluated
 from tests.habits.table import error, habit
 
 
@@ -31,18 +32,8 @@ class MixedByThePlugin(Mixed):
 
 
 @habit(shows=False, plain=False, calls=["fit", "test"], trainer={"precision": "bf16-mixed"})
-class MixedAttention(Evaluated):
+class MixedAttention(TransformerEncoderLayers):
     """A transformer layer's fast path in evaluation, whose kernel calls what autocast casts."""
-
-    class Encoding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.encoder(x[:, None].repeat(1, 2, 1)).sum(1)
-
-    layer = Encoding
 
 
 @habit(shows=False, calls=["fit", "test"])

@@ -121,11 +121,12 @@ class Wasserstein(ByHand):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
-        for p in self.layers.parameters():
-            p.data.clamp_(-0.2, 0.2)
         with torch.no_grad():
             for p in self.head.parameters():
-                p.mul_(0.9)
+                for _ in range(2):
+                    p.mul_(0.9)
+            for p in self.layers.parameters():
+                p.data.clamp_(-0.2, 0.2)
             self.layers[1].linear.weight /= self.layers[1].linear.weight.norm()
 
 

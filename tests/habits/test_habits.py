@@ -43,7 +43,9 @@ BY_DEFAULT = {
         StatesOfTheGeneratorSet BySignatureOfForward NotesKinds WaitsForFirstRank WaitsOnFirstRank
         DrawsOnFirstRankInEarlierHook ModeOverTraining LastBatchIsSmallerThanItsNumberOfFields EmptyWhereUnread
         LogsOnAllWhatFirstRankComputed StopsInStepOnFirstRank FolderOfLogsInSetup RateForOneUpdateOnFirstRank
-        OptimizesNothingAndIsSaved
+        OptimizesNothingAndIsSaved AveragesWeightsAndNorms MixedAttention OneSequenceByHand SameCombinedLoaderAgain
+        LooksBeforeAndAfter MultipliesAndAdds AveragesByTorch Spectral UpdatesByGradients CountsOfTheBatch
+        ChangesByMicroBatch
     """,
     "2-zero_bubble": "ParameterHooks CheckpointWithDropout AdversarialAcrossStages",
     "2-interleaved_1f1b": "SkipFromSecondEpoch CrossAttention CountOfANormKept",
@@ -51,7 +53,9 @@ BY_DEFAULT = {
         RecurrentLayerOnTwoStages CountsBeforeLayersOfAnotherVisit HaltsByData LateTwiceThenEarly
         ViewsOfEveryKindWritten
     """,
-    "2-auto": "FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName ModulesPickledInStep",
+    "2-auto": """
+        FunctionOfParameters LBFGS NormedBlocks DividedByItsCount GathersOverRanksByName ModulesPickledInStep
+        Wasserstein""",
     "4-1f1b": "Siamese ComparesWithMicrobatchBefore",
     REPLICATED: """
         FitsAfterNormsWereAdapted SparseBuffers LogsOnFirstRank StopsOnFirstRankAfterValidation
