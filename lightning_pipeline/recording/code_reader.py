@@ -127,6 +127,7 @@ _COMPUTING = frozenset(
         *(value for value in vars(math).values() if callable(value)),
         *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "neg", "matmul")),
         *_OF_MODULES,
+        *(torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros),
     )
 )
 _VALUE_NAMES = frozenset(

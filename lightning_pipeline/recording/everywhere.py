@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline import _torch
+from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.torch_functions import FunctionKind, drawn_into, function_name, is_drawing_of_own
 from lightning_pipeline.partition.users_code import users_line
@@ -25,6 +26,42 @@ _EMPTY = frozenset(
         *(Tensor.new_empty, Tensor.new_empty_strided),
     )
 )
+
+
+class Constants:
+    """Tensors that calls have made of nothing but numbers, as ``torch.arange(x.shape[1])``: the same again.
+
+    A call counts from the first of those that its tensors come of, as what is a constant of a module's call may be an
+    argument of another within::
+
+        mask(x): t = arange(n) ── inner(t): u = t + 1        u is a constant of mask's call, and not of inner's
+    """
+
+    def __init__(self) -> None:
+        self._origins: list[int] = []
+        self._made: dict[int, tuple[Tensor, int]] = {}
+
+    def begin(self) -> int:
+        """The number of the next call."""
+        return len(self._origins)
+
+    def number_since(self, begin: int) -> int:
+        """How many calls have come of no earlier ones."""
+        return sum(origin >= begin for origin in self._origins[begin:])
+
+    def has(self, content: Any, begin: int) -> bool:
+        """Whether something comes of these calls alone."""
+        return id(content) in self._made and self._made[id(content)][1] >= begin
+
+    def note(self, args: Any, kwargs: dict[str, Any], found: Any) -> None:
+        """A call that only computes has been made on every rank, and has given `found`."""
+        made, taken = tensors_in(found), tree.leaves((args, kwargs))
+        if any(id(one) not in self._made for one in taken) or any(type(one) is not Tensor for one in made):
+            return
+        if not any(one.requires_grad for one in made):
+            origin = min((self._made[id(one)][1] for one in taken), default=len(self._origins))
+            self._origins.append(origin)
+            self._made.update((id(one), (one, origin)) for one in made)
 
 
 def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -67,6 +104,8 @@ def compute_everywhere(recording: Recording, func: Any, kind: FunctionKind, args
     if func in _EMPTY and "out" not in kwargs and found.layout is torch.strided:
         with torch.no_grad(), _torch.DisableTorchFunction():
             found.zero_()  # else it has other numbers on each rank, which compare what events capture
+    if recording.constants is not None and kind is FunctionKind.COMPUTES:
+        recording.constants.note(args, kwargs, found)
     if recording.provenance is not None:
         recording.provenance.note_call(func, args, kwargs, found, draw)
     made = found if isinstance(found, (tuple, list)) else (found,)

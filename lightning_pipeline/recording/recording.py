@@ -34,6 +34,7 @@ from lightning_pipeline.partition.users_code import is_refusal, users_line
 from lightning_pipeline.recording import process_flags
 from lightning_pipeline.recording.checkpoints import Checkpoints
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
+from lightning_pipeline.recording.everywhere import Constants
 from lightning_pipeline.recording.inference import written_by_array
 from lightning_pipeline.recording.kept_views import KeptView, refuse_written
 from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, EarlierValue, HookTensor
@@ -77,6 +78,7 @@ class Recording(TorchFunctionMode):
             that made its results.
         num_aside: number of torch functions that were no events, except those that describe tensors.
         counted: tensors of the module that every rank has increased by one.
+        constants: what the call of a module that only computes makes of numbers alone; None outside of one.
         num_modes: depth of torch's stack of function modes while only this one is on top.
         arrays: arrays that share memory with values in one process, with their last contents.
         copied_from: of captured copies, by place, the tensors whose memory they are copies of.
@@ -126,6 +128,7 @@ class Recording(TorchFunctionMode):
         self.overlapping: Collection[int] = ()
         recorder.recordings.append(self)
         self.counted: list[Tensor] = []
+        self.constants: Constants | None = None
         self.arrays: list[tuple[Any, bytes, Placeholder]] = []
         self.skipped: dict[Event, tuple[Event, frozenset[Event]]] = {}
         self.copied_from: dict[int, Tensor] = {}

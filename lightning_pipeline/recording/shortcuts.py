@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import getweakrefcount
@@ -24,7 +25,7 @@ from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder, TensorSpec
 from lightning_pipeline.recording.code_reader import is_plain
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.recording.everywhere import count
+from lightning_pipeline.recording.everywhere import Constants, count
 from lightning_pipeline.recording.matcher import CAPTURED, autocast_state, renewed
 from lightning_pipeline.recording.pure_modules import PureModule, state_of
 
@@ -103,7 +104,7 @@ class Shortcut(NamedTuple):
         same: for each argument, the first of them that is the same object.
         grad, autocast: whether autograd was on, and `autocast_state`.
         end: the call's last event.
-        captures: what the call takes along, in order: `DRAW`, an `Argument`, or a number.
+        captures: what the call takes along, in order: `DRAW`, an `Argument`, a number, or a constant tensor.
         counters: what it increases by one on every rank, as batch norms do.
         made: the result; those in a tuple, if it is one.
         makers: the events that make them.
@@ -186,6 +187,8 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
                     recording.note_draw()
                 elif type(capture) is Argument:
                     recording.capture(items[capture.place])
+                elif type(capture) is Tensor:
+                    recording.capture(capture)
                 else:
                     recording.captured.append(capture)
             if known.end is not begin:
@@ -197,16 +200,21 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             return plain(module, *args, **kwargs)
         given = _given(items, recording)
         aside, num_counted = recording.num_aside, len(recording.counted)
+        around = recording.constants
+        constants = recording.constants = around or Constants()
+        since = constants.begin()
         result = plain(module, *args, **kwargs)
+        recording.constants = around
         end = recording.event
         if type(result) is Tensor:
             return result  # every rank computes it, as before there are stages
         fruitless += 1
         counters = recording.counted[num_counted:]
-        is_all = recording.num_aside == aside + len(counters) and state.has(counters)
+        num_known = len(counters) + constants.number_since(since)
+        is_all = recording.num_aside == aside + num_known and state.has(counters)
         if given is None or not is_all or type(result) not in (Placeholder, tuple):
             return result
-        captures = _captures(begin, end, items, given, recording.captured)
+        captures = _captures(begin, end, items, given, recording.captured, partial(constants.has, begin=since))
         gives_tuple = type(result) is tuple
         results = [*result] if gives_tuple else [result]
         sources = [_made(one, begin, end, items, recording) for one in results]
@@ -286,7 +294,12 @@ def _made(result: Any, begin: Event, end: Event, items: Sequence[Any], recording
 
 
 def _captures(
-    begin: Event, end: Event, items: Sequence[Any], given: Sequence[Given], captured: Sequence[Any]
+    begin: Event,
+    end: Event,
+    items: Sequence[Any],
+    given: Sequence[Given],
+    captured: Sequence[Any],
+    is_constant: Callable[[Any], bool],
 ) -> tuple[Any, ...] | None:
     """What a call has taken along; None if it did anything else than to compute from its arguments, numbers, and the
     module's tensors.
@@ -308,7 +321,7 @@ def _captures(
             content = captured[event.first_captured + place]
             if place == 0 and event.draws:
                 found.append(DRAW)
-            elif type(content) in (int, float):
+            elif type(content) in (int, float) or is_constant(content):
                 found.append(content)
             else:
                 argument = next((number for number, item in enumerate(items) if item is content), None)

@@ -42,7 +42,7 @@ class Blocks(Layers):
     layer = Block
 
 
-@habit(without={"rate": 1.0})
+@habit(plain=False, without={"rate": 1.0})  # the hook runs once a micro-batch
 class ScaleFalls(Blocks):
     """A number on each block is set anew in a hook after every batch."""
 
@@ -65,7 +65,7 @@ class ScaleFallsInTheStep(Blocks):
         return super().features(x)
 
 
-@habit(without={"later": 0.0})
+@habit(plain=False, without={"later": 0.0})  # drops others
 class BlocksDropLater(Blocks):
     """Blocks begin to drop in the second epoch."""
 
@@ -180,7 +180,7 @@ class BlockUnderNoGradLater(Blocks):
         return x
 
 
-@habit(calls=["fit", "predict"])
+@habit(plain=False, calls=["fit", "predict"])  # drops others
 class BlocksInEvaluation(Evaluated):
     """Blocks drop in training, and not in validation and prediction."""
 
@@ -297,3 +297,91 @@ class PairsOfTheSame(Blocks):
         if x is y:
             x.mul_(2.0)
         return x + y
+
+
+class Placed(nn.Module):
+    """Adds the rows of a table that it is told, and those after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(16, WIDTH)
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        after = places + 1
+        return x + self.rows(places) - 0.5 * self.rows(after)
+
+
+class Mixing(nn.Module):
+    """Blocks that mix the parts of a vector by positions and masks which are made of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placed = Placed()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.start, self.reach = 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(len(x), device=x.device) + self.start
+        x = self.placed(x, places)
+        mask = torch.tril(torch.ones(x.shape[-1], x.shape[-1], dtype=x.dtype), diagonal=1) * self.reach
+        for block in self.blocks:
+            x = block(x @ mask) / x.shape[-1]
+        return x * torch.linspace(1.0, 2.0, x.shape[-1])
+
+
+class Mixed(Blocks):
+    depth, further = 1, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = Mixing()
+
+    def chain(self) -> list[str]:
+        return ["mixing.placed", *(f"mixing.blocks.{i}" for i in range(4)), "layers.0"]
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(self.mixing(x))
+
+
+@habit(plain=False, without={"further": 0})  # positions are those of a micro-batch
+class PositionsMovedLater(Mixed):
+    """What a whole model makes of numbers alone changes with an attribute in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.mixing.start += self.further
+            self.mixing.reach = 0.5
+
+
+@habit(plain=False, without={"further": 0})
+class PositionsGivenByTheStep(Mixed):
+    """The module within is called with positions of the step's own on every other batch, before anything else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if batch_idx % 2:
+            x = self.mixing.placed(x, torch.arange(len(x)) + self.further)
+        return super().training_step((self.mixing(x), y), batch_idx)
+
+
+@habit(plain=False, without={"further": 0})
+class PositionsGivenAfterwards(Mixed):
+    """The module within is called by the step only, with others each time."""
+
+    def features(self, x: Tensor) -> Tensor:
+        first = self.mixing(x) if self.global_step % 2 else self.mixing.placed(x, torch.arange(len(x)))
+        return self.layers[0](self.mixing.placed(first, torch.arange(len(x)) + self.further * (self.global_step % 4)))
+
+
+@habit(plain=False, without={"further": 0})
+class DefaultDtypeChangesNumbers(Mixed):
+    """Numbers become float64 by torch's default in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.set_default_dtype(torch.float64 if self.current_epoch and self.further else torch.float32)
+
+    def on_train_epoch_end(self) -> None:
+        torch.set_default_dtype(torch.float32)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.mixing(x).float())

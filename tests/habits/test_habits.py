@@ -30,7 +30,7 @@ BY_DEFAULT = {
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption SavedInStep GrowsInSecondEpoch
         AdamMomentsChanged WGANWithPenalty ClipsByTorch DatasetCounts GathersOverRanksByName
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
-        HookTakesGradientsOfWeights
+        HookTakesGradientsOfWeights PositionsMovedLater PositionsGivenByTheStep DefaultDtypeChangesNumbers
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks

@@ -95,7 +95,19 @@ class NamedAlike(nn.Module):
         return self.rate(self.block(self.attention(x)))
 
 
-PURE = [Block, Formats, NamedAlike, partial(nn.TransformerDecoderLayer, 4, 2), partial(nn.BatchNorm1d, 4)]
+class Positions(nn.Module):
+    """Makes positions and a mask of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu(1)
+        return self.table(torch.arange(x.shape[1], device=x.device)) + torch.softmax(mask, dim=-1) @ x
+
+
+PURE = [Block, Formats, NamedAlike, Positions, partial(nn.TransformerDecoderLayer, 4, 2), partial(nn.BatchNorm1d, 4)]
 
 
 @pytest.mark.parametrize("make", PURE, ids=lambda make: getattr(make, "func", make).__name__)
