@@ -244,7 +244,7 @@ class Placeholder(Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        handle_torch_function(Tensor.requires_grad_, (self,), self, value)
+        handle_torch_function(Tensor.requires_grad.__set__, (self,), self, value)  # type: ignore[attr-defined]
 
 
 # Code that asks for the name of a tensor's class is told the same on all ranks.

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.overrides
 
 from lightning_pipeline._names import PACKAGES
 
@@ -19,7 +20,7 @@ _OWN = tuple(f"/{name}/" for name in ("torch", "torch_npu", "torchmetrics", "lig
 _CONTEXTLIB = contextlib.__file__.replace("\\", "/")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _COLLECTIVES = os.path.dirname(torch.distributed.__file__)
-_LEADING_TO_RANKS = (_PACKAGE, _COLLECTIVES, contextlib.__file__)
+_LEADING_TO_RANKS = (_PACKAGE, _COLLECTIVES, contextlib.__file__, torch.overrides.__file__)
 
 
 class _InHook:
@@ -102,7 +103,7 @@ def is_in_package(frame: FrameType) -> bool:
 
 def users_lines() -> tuple[int, ...]:
     """The line numbers at which the functions of the running hook are, the innermost first. Those of torch are left
-    out, which takes other ways with placeholders, and so is what leads here from a collective.
+    out, which takes other ways with placeholders, and so is what leads here from a call or a collective.
     """
     found = []
     frame: FrameType | None = sys._getframe(1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
 from torch import Tensor, nn
 
 from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layers
@@ -173,6 +173,11 @@ class UnfrozenByCallback(Layers):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.shared_lr)
+
+
+@habit(callbacks=lambda: [LearningRateMonitor(), Unfreezes()])
+class UnfrozenBesideRates(UnfrozenByCallback):
+    """Another callback has asked for the rank, in a warning, before the first layers are added."""
 
 
 @habit(without={"epoch": 0})

@@ -42,6 +42,19 @@ class StatisticsOnFirstRank(Layers):
                 parameter.mul_(0.99)
 
 
+@habit(plain=False, shows=False, observed=["kept", "shown"])
+class GoesOnTogether(Layers):
+    """Once a hook has asked for the rank, all ranks freeze, copy and print parameters of every stage."""
+
+    def on_train_epoch_start(self) -> None:
+        self.is_shown = self.trainer.is_global_zero
+        self.kept = [copy.deepcopy(layer.linear.bias).tolist() for layer in self.layers]
+        self.shown = [repr(layer.linear.bias) for layer in self.layers]
+        for layer in self.layers:
+            layer.linear.weight.requires_grad = self.current_epoch > 0
+            layer.linear.bias.requires_grad_(self.current_epoch == 0)
+
+
 @habit(plain=False, shows=False, tolerance=1e-6)  # gradients add up in another order on four stages
 class TeacherCopiedIntoList(Layers):
     """A teacher that is no submodule: copies of the layers in a list, used in steps and led on in a hook."""
