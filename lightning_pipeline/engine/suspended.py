@@ -298,6 +298,9 @@ class BatchWork(Protocol):
     def after_part(self) -> None:
         """Called at each synchronization point other than a backward."""
 
+    def performing(self) -> AbstractContextManager[None]:
+        """Entered around a call for the batch."""
+
     def before_backward(self) -> None:
         """Called before the backward of the first micro-batch."""
 
@@ -394,7 +397,10 @@ class Parts:
         if first.what == BACKWARD:  # has run already, as part of the schedule
             return None
         assert first.perform is not None
-        return first.perform(self._run_closures if first.closure is not None else None)
+        if first.closure is not None:
+            return first.perform(self._run_closures)
+        with self._work.performing():
+            return first.perform(None)
 
     def _run_closures(self) -> Tensor | None:
         ended = self._run_to(CLOSURE_ENDS, Suspended.run_closure)

@@ -44,6 +44,7 @@ class ManualStep:
         self._session = session
         self._module = session.module
         self._plugin = session.strategy.precision_plugin
+        self.performing = self._plugin.train_step_context
         self._runner = session.runner
         self._gradients = session.stages.gradients
         self._args = args
@@ -167,10 +168,12 @@ class ManualStep:
         self._session.stages.note_uses(training=True)
         self._gradients.finish()
         if self.needs_losses and (loss := self.closure_value(losses)) is not None:
-            self._plugin.pre_backward(loss, self._module)
+            with self.performing():
+                self._plugin.pre_backward(loss, self._module)
         self._session.stages.publish_gradients()
         # Lightning's own calls of both return at once within a step (`backwards_met`), so their hooks run here.
-        self._plugin.post_backward(torch.zeros(()), self._module)
+        with self.performing():
+            self._plugin.post_backward(torch.zeros(()), self._module)
 
     def closure_value(self, values: Sequence[Tensor | None]) -> Tensor | None:
         found = [value for value in values if value is not None]

@@ -512,9 +512,18 @@ class NotesDefaultDtype(Evaluated):
         super().__init__()
         self.seen: list[str] = []
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
     def note(self, expected: torch.dtype = torch.float64) -> None:
         assert torch.zeros(2).dtype is torch.get_default_dtype() is expected
         self.seen.append(str(expected))
+
+    def on_after_backward(self) -> None:
+        self.note()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
