@@ -23,7 +23,7 @@ from .hooks import follow_hooks, hooks_end_batches, refuse_states_in_hooks
 from .lightning_loops import call_before_stopping, validate_by_first_clock
 from .lightning_private import (
     call_before_update,
-    compare_parameters_by_identity,
+    compare_parameters_by_sums,
     let_steps_be_skipped,
     measure_replicas,
     silence_sync_warning,
@@ -54,7 +54,7 @@ def installed(session: Session) -> ExitStack:
         override(torch, "is_inference_mode_enabled", partial(_is_in_inference, trainer))
         if owner_computes is not None:
             # Hooks and callbacks see a module of which this rank holds a part.
-            compare_parameters_by_identity(override)
+            compare_parameters_by_sums(override)
             in_parts = strategy.save_distributed_checkpoint
             follow_hooks(module, owner_computes, override, replicas=session.replicas, gathers_nothing=in_parts)
             owner_computes.states.optimizers = session.optimizers.optimizers

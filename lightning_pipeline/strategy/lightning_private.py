@@ -180,15 +180,30 @@ def call_before_update(plugin: Precision, function: Callable[[Any], None], overr
     override(plugin, "_after_closure", InPlaceOf(clip, clip_and_call))
 
 
-def compare_parameters_by_identity(override: Override) -> None:
-    """Let finetuning callbacks compare parameters by identity to find those that an optimizer lacks. They compare
-    values otherwise, which parameters of other stages do not have."""
+def compare_parameters_by_sums(override: Override) -> None:
+    """Let finetuning callbacks, which leave out parameters that have the values of others in the optimizer, compare
+    only those whose sums are alike: to compare each with each, stages would send the whole module many times.
+    """
 
     def new_to(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in params if id(parameter) not in held]
+        alike: dict[Any, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                alike.setdefault(_sum_of(parameter), []).append(parameter)
+        params = list(params)
+        found = [one for one in params if not any(torch.equal(one, other) for other in alike.get(_sum_of(one), ()))]
+        if len(found) < len(params):
+            rank_zero_warn(
+                f"{len(params) - len(found)} of the parameters that a finetuning callback adds to {type(optimizer)} "
+                f"are left out, as it has parameters of the same values: give it those that require gradients first"
+            )
+        return found
 
     override(BaseFinetuning, "filter_on_optimizer", staticmethod(new_to))
+
+
+def _sum_of(parameter: Tensor) -> tuple[torch.Size, float]:
+    return parameter.shape, parameter.detach().double().sum().item()
 
 
 def silence_sync_warning() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateMonitor
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, LearningRateMonitor
 from torch import Tensor, nn
 
 from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layers
@@ -178,6 +178,35 @@ class UnfrozenByCallback(Layers):
 @habit(callbacks=lambda: [LearningRateMonitor(), Unfreezes()])
 class UnfrozenBesideRates(UnfrozenByCallback):
     """Another callback has asked for the rank, in a warning, before the first layers are added."""
+
+
+class UnfreezesAtOnce(Unfreezes):
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        super().finetune_function(pl_module, epoch + 1, optimizer)
+
+
+@habit(plain=False, callbacks=lambda: [UnfreezesAtOnce(), LearningRateFinder(num_training_steps=5)])
+class RateFoundWhileUnfreezing(UnfrozenByCallback):
+    """The search for a rate is a run within a hook, and its own hooks ask for the rank."""
+
+    lr = shared_lr = 0.1
+
+    def on_train_start(self) -> None:
+        if self.trainer.is_global_zero:
+            self.was_first = True
+
+    def on_fit_end(self) -> None:
+        self.head.bias.data.clamp_(min=0)
+
+
+@habit(plain=False, callbacks=lambda: [UnfreezesAtOnce()])
+class UnfrozenOfSameValues(UnfrozenByCallback):
+    """Lightning leaves out parameters whose values others in the optimizer have, as all biases have here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            nn.init.zeros_(layer.linear.bias)
 
 
 @habit(without={"epoch": 0})
