@@ -10,6 +10,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_pipeline._registration import adopted_by, is_pipeline, refuse_fabric
+from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.stage_config import StageConfig, read_stage_config
 from lightning_pipeline.runtime.topology import Topology
 
@@ -224,7 +225,9 @@ class PipelineStrategy(SessionStrategy):
         # what it holds, which is needed where set-up creates the parameters. Lightning asks before and after set-up,
         # which may also release parameters, so the answer is kept.
         if self._restores_late is None:
-            is_empty = any(parameter.is_meta for parameter in self.module.parameters())
+            # A run that an error has ended may have left some ranks all parameters, and placeholders to others.
+            parameters = self.module.parameters()
+            is_empty = any(parameter.is_meta or holders_of(parameter) is not None for parameter in parameters)
             self._restores_late = is_empty or self.weights is not None
             self.peers.agree("the set-up of the pipeline", {"parameters without memory": str(is_empty)})
         return self._restores_late
