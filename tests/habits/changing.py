@@ -187,16 +187,9 @@ class UnfreezesAtOnce(Unfreezes):
 
 @habit(plain=False, callbacks=lambda: [UnfreezesAtOnce(), LearningRateFinder(num_training_steps=5)])
 class RateFoundWhileUnfreezing(UnfrozenByCallback):
-    """The search for a rate is a run within a hook, and its own hooks ask for the rank."""
+    """Layers are frozen and unfrozen in a search for a rate, which is a run within a hook."""
 
     lr = shared_lr = 0.1
-
-    def on_train_start(self) -> None:
-        if self.trainer.is_global_zero:
-            self.was_first = True
-
-    def on_fit_end(self) -> None:
-        self.head.bias.data.clamp_(min=0)
 
 
 @habit(plain=False, callbacks=lambda: [UnfreezesAtOnce()])
