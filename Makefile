@@ -20,8 +20,8 @@ test: $(VENV)/.stamp ## run the tests; pass options as ARGS="-k schedules"
 test-slow: $(VENV)/.stamp ## run what the default tests leave out: more models, sweeps, the benchmark
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
 
-test-fuzz: $(VENV)/.stamp ## for half an hour, at random: damaged files, arguments of any content, modules of any statements
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=long PROGRAMS_FROM=$$(date +%s) $(BIN)/python -m pytest -m "slow or not slow" tests/fuzz $(ARGS)
+test-fuzz: $(VENV)/.stamp ## for half an hour, at random: damaged files, arguments of any content, random modules and options
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=long PROGRAMS_FROM=$$(date +%s) OPTIONS_FROM=$$(date +%s) $(BIN)/python -m pytest -m "slow or not slow" tests/fuzz $(ARGS)
 
 test-npu: ## run the tests over a simulated Ascend device, in an environment of their own, where g++ and torch_npu can be had
 	@PYTHON=$(PYTHON) tests/npu/run.sh $(ARGS)
