@@ -50,6 +50,8 @@ FOUND: list[dict[str, Any]] = [
 """Runs that once came to something else."""
 ANEW = re.compile(r"\S*/tmp\S*|lr_find_[-\w]+|0x[0-9a-f]+")
 """What is another in each run."""
+OWN = ("time_elapsed", "pipeline_plan")
+"""Entries of checkpoints that are another in each run, or are there only on stages."""
 ENDLESS = re.compile("no answer in time|Timeout|Deadlock")
 """Errors by which ranks end that wait for one another. Where one process refuses, any other one is right."""
 
@@ -226,7 +228,7 @@ def stripped(value: Any) -> Any:
     if isinstance(value, str):
         return ANEW.sub("", value)
     if isinstance(value, dict):
-        return {stripped(key): stripped(item) for key, item in value.items() if key != "time_elapsed"}
+        return {stripped(key): stripped(item) for key, item in value.items() if key not in OWN}
     return [stripped(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
