@@ -20,10 +20,16 @@ _SLICES = "_slices_in_its_place"
 _GATHERED = "_gathered_in_its_place"
 """The attribute of a parameter of slices: the gathered one, in a step."""
 
+_GATHERED_FROM = "_gathered_from"
+"""The attribute of a gathered parameter, while it is: that of slices."""
 _IN_STEPS = "_whole_in_steps"
 """The same, since the first step that has gathered it."""
 _BEFORE = "_before_slices"
 """The attribute of a parameter of slices: the one from before, where that has hooks on its gradient."""
+
+
+_OF_FSDP2 = "_of_fsdp2"
+"""The attribute of a tensor by which FSDP2 holds gathered memory."""
 
 
 class KeptParameter(nn.Parameter):
@@ -60,10 +66,28 @@ def leave(parameter: nn.Parameter, sharded: Tensor) -> None:
 
 def note_gathered(sharded: Tensor, whole: Tensor | None) -> None:
     """Let calls on a parameter of slices mean the whole one; None when they mean the slices again."""
+    if whole is None and (before := sharded.__dict__.get(_GATHERED)) is not None:
+        before.__dict__[_GATHERED_FROM] = None
     sharded.__dict__[_GATHERED] = whole
+    if whole is not None:
+        whole.__dict__[_GATHERED_FROM] = sharded
     if whole is not None and sharded.__dict__.get(_IN_STEPS) is not whole:
         _move_hooks(sharded.__dict__.get(_IN_STEPS, sharded.__dict__.get(_BEFORE)), whole)
         sharded.__dict__[_IN_STEPS] = whole
+
+
+def gathered_from(tensor: Tensor) -> Tensor | None:
+    """The parameter of slices, if a tensor is what it is gathered into now."""
+    return tensor.__dict__.get(_GATHERED_FROM)
+
+
+def note_of_fsdp2(tensor: Tensor) -> None:
+    """Note that a tensor is FSDP2's, in memory that it gathers into."""
+    tensor.__dict__[_OF_FSDP2] = True
+
+
+def is_of_fsdp2(tensor: Tensor) -> bool:
+    return _OF_FSDP2 in tensor.__dict__
 
 
 def whole_in_steps(tensor: Tensor) -> Tensor | None:
@@ -87,6 +111,13 @@ def in_its_place(tensor: Tensor) -> Tensor:
     tensor = tensor.__dict__.get(_SLICES, tensor)
     whole = tensor.__dict__.get(_GATHERED)
     return tensor if whole is None else whole
+
+
+def between_steps(tensor: Tensor) -> Tensor:
+    """What the module has in the place of a parameter between steps: slices, also while they are gathered."""
+    tensor = tensor.__dict__.get(_SLICES, tensor)
+    slices = gathered_from(tensor)
+    return tensor if slices is None else slices
 
 
 def is_kept(tensor: Tensor) -> bool:

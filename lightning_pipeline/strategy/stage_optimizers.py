@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import plain, whole
-from lightning_pipeline.partition.kept_parameters import in_its_place, is_kept
+from lightning_pipeline.partition.kept_parameters import between_steps
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.runtime.direct import to_cpu
 from lightning_pipeline.runtime.replicas import Replicas
@@ -128,8 +128,8 @@ class StageOptimizers:
             self._set_layouts([OptimizerLayout(inner(optimizer), module) for optimizer in optimizers])
         for layout in self:
             for group in layout.optimizer.param_groups:
-                if any(map(is_kept, group["params"])):
-                    group["params"][:] = map(in_its_place, group["params"])
+                if any(one is not between_steps(one) for one in group["params"]):
+                    group["params"][:] = map(between_steps, group["params"])
             layout.note_new_groups(module)
 
     def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
