@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # tells when a storage has been freed
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._device import DeviceContext
@@ -39,6 +40,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_structure as tree_structure
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+FSDP_KEYS = (STATE_KEY, REGISTRY_KEY)
+"""The attributes in which a module keeps that FSDP2 has it."""
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """While entered, neither modes nor the `__torch_function__` of subclasses are called."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -15,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pipeline import _torch
 from lightning_pipeline.engine.slices import GatheredMemory, local_part, own_rows, sliced_further
-from lightning_pipeline.partition.kept_parameters import note_gathered
+from lightning_pipeline.partition.kept_parameters import gathered_from, note_gathered, note_of_fsdp2
 from lightning_pipeline.partition.ownership import holders_of, note_holders
+from lightning_pipeline.partition.placeholder import is_absent
+from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.replicas import Replicas
 
@@ -43,6 +47,7 @@ class FullySharded:
 
     Attributes:
         kept: memory of whole parameters that the user's code has kept.
+        leave_views: gives views of gathered parameters, by their slices, memory of their own.
     """
 
     def __init__(self, replicas: Replicas, mesh: DeviceMesh, *, gradients_mean: bool) -> None:
@@ -52,7 +57,9 @@ class FullySharded:
         self._leaves: list[tuple[FSDPModule, list[str]]] = []  # with the names of their sharded parameters
         self._slices: list[nn.Parameter] = []
         self._versions: list[int] = []
+        self._references: list[int] = []
         self.kept: weakref.WeakSet[GatheredMemory] = weakref.WeakSet()
+        self.leave_views: Callable[[Mapping[Any, Tensor]], Iterable[GatheredMemory]] = lambda gathered: ()
 
     def __bool__(self) -> bool:
         return bool(self._leaves)
@@ -106,6 +113,7 @@ class FullySharded:
 
     def gather(self) -> None:
         """Give every replica the whole parameters. All of them must call it."""
+        self._check_present()
         slices = self.parameters()
         if not any(map(is_sharded, slices)):
             return
@@ -121,10 +129,15 @@ class FullySharded:
                 increment_version(parameter)  # or a backward from before an update takes the new data without a word
         for memory in self.kept:
             memory.begin_step()
+        if not before:
+            for leaf, _ in self._leaves:
+                self._note_memory(leaf)
+        self._references = [_num_references(parameter) for parameter in self.parameters()]
 
     def release(self) -> None:
         """Go back to a slice on each replica. Gradients that are not reduced yet stay."""
         if self._slices:
+            self._check_present()
             for memory in self.kept:
                 memory.end_step()
         for part, version, parameter in zip(self._slices, self._versions, self.parameters(), strict=False):
@@ -133,6 +146,7 @@ class FullySharded:
                 part.requires_grad_(parameter.requires_grad)
                 if _version(part) == version:
                     self._take_back(part, parameter)
+        self._leave_views()
         self._slices = []
         for leaf, _ in self._leaves:
             leaf.reshard()
@@ -142,6 +156,7 @@ class FullySharded:
 
         A gradient that some replicas lack counts as zeros there; one that all lack stays absent.
         """
+        self._check_present()
         parameters = self.parameters()
         here = [float(parameter.grad is not None) for parameter in parameters]
         anywhere = torch.tensor(self._replicas.gather_numbers(*here)).any(0).tolist()
@@ -158,6 +173,31 @@ class FullySharded:
                 state._root_post_backward_final_callback()
             leaf.set_is_last_backward(False)
             leaf.set_requires_gradient_sync(False)
+
+    def _check_present(self) -> None:
+        """Raise a NotImplementedError where a layer has been given another parameter than the one that is sharded."""
+        for leaf, names in self._leaves:
+            module = cast(nn.Module, leaf)
+            for name in names:
+                found = _found(module, name)
+                is_ours = isinstance(found, Tensor) and (is_sharded(found) or gathered_from(found) is not None)
+                if not is_ours or is_absent(found):  # another stage may hold it now
+                    raise NotImplementedError(
+                        f"{name} of {type(module).__name__.removeprefix('FSDP')} has been replaced, or taken away, "
+                        f"during the run, and with data_parallel='fsdp' replicas keep slices of it: write into it, as "
+                        f"by `weight.data.copy_(...)`, replace the layer as a whole, or use data_parallel='zero1'"
+                    )
+
+    def _leave_views(self) -> None:
+        """Keep views of gathered parameters from showing memory that is freed."""
+        gathered = zip(self._slices, self.parameters(), self._references, strict=False)
+        if seen := {part: whole for part, whole, before in gathered if _num_references(whole) > before}:
+            self.kept.update(self.leave_views(seen))
+
+    def _note_memory(self, leaf: FSDPModule) -> None:
+        for parameter in fully_shard.state(leaf)._fsdp_param_group.fsdp_params:  # type: ignore[attr-defined]
+            for tensor in parameter.all_gather_outputs:
+                note_of_fsdp2(tensor)
 
     def _take_back(self, part: Tensor, parameter: Tensor) -> None:
         """Copy in-place changes of a gathered parameter back to this rank's slice.
@@ -181,7 +221,29 @@ class FullySharded:
         if not self._gradients_mean:
             sharded.set_gradient_divide_factor(1.0)
         _made.add(leaf)
+        type(leaf).__deepcopy__ = _copied  # type: ignore[attr-defined]
         return sharded
+
+
+def _copied(leaf: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a leaf, in a step or hook: a module of its own class, which FSDP2 knows nothing of.
+
+    Raises:
+        NotImplementedError: elsewhere a copy would have slices.
+    """
+    is_whole = not any(map(is_sharded, leaf.parameters()))
+    if leaf not in _made or not (is_whole or in_hook.is_here()):
+        raise NotImplementedError(
+            f"copy.deepcopy takes {type(leaf).__name__}, whose parameters replicas keep in slices ({users_line()}): "
+            f"copy it in a hook or step, or load a checkpoint into a new module"
+        )
+    its_class = next(one for one in type(leaf).__mro__ if not issubclass(one, FSDPModule))
+    if hasattr(its_class, "__deepcopy__"):
+        return its_class.__deepcopy__(leaf, memo)
+    state: Any = leaf.__reduce_ex__(4)[2]
+    memo[id(leaf)] = made = cast(nn.Module, its_class.__new__(its_class))
+    made.__setstate__(copy.deepcopy({key: value for key, value in state.items() if key not in _torch.FSDP_KEYS}, memo))
+    return made
 
 
 def _leave_whole_in_steps(module: nn.Module) -> None:
@@ -217,6 +279,19 @@ def sharded_elsewhere(module: nn.Module) -> Iterator[str]:
 def is_sharded(tensor: Tensor) -> bool:
     """Whether replicas have slices of a tensor."""
     return isinstance(tensor, DTensor) and not _NAMES.isdisjoint(tensor.device_mesh.mesh_dim_names or ())
+
+
+def _found(module: nn.Module, name: str) -> Any:
+    """What a module has by a name with dots; None if nothing."""
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        return None
+
+
+def _num_references(gathered: Tensor) -> int:
+    """How many tensors have the memory of a gathered parameter; always 0 for a slice of tensor parallelism."""
+    return 0 if isinstance(gathered, DTensor) else _torch.num_storage_references(gathered)
 
 
 def _version(parameter: Tensor) -> int:

@@ -11,6 +11,7 @@ from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.parameter_map import ParameterMap
 from lightning_pipeline.engine.reducer import PipelineGradReducer
 from lightning_pipeline.engine.shared_parameters import SharedGradients, Stages, shared_parameters
+from lightning_pipeline.engine.slices import local_part
 from lightning_pipeline.partition.ownership import Ownership
 from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.runtime.transport import Transport
@@ -121,7 +122,8 @@ class Gradients:
         named = dict(self._module.named_parameters(remove_duplicate=False))
         leaves = self._placement.used_in_one_leaf(self._leaves)
         inside = set().union(*leaves.values())
-        whole = {parameter for name, parameter in named.items() if name not in inside}
+        # FSDP2 shards contiguous parameters alone, as those of `module.to(memory_format=...)` are not.
+        whole = {p for name, p in named.items() if name not in inside or not local_part(p).is_contiguous()}
         self._reducer = None
         return self.sharded.shard([self._module.get_submodule(name) for name in leaves], whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -80,6 +81,7 @@ class GatheredMemory:
         self.parts = parts
         self._versions = [slices._version for slices, _ in parts]
         self._before: list[int] = []
+        _memories.add(self)
 
     @property
     def is_fresh(self) -> bool:
@@ -93,6 +95,15 @@ class GatheredMemory:
             if slices._version != self._versions[index]:
                 found.detach().copy_(whole(slices))
                 self._versions[index] = slices._version
+
+    @torch.no_grad()
+    def part_from(self, slices: Tensor, data: Tensor | None) -> None:
+        """Go on without some slices, which get other memory. `data` is theirs until then; None if this has it."""
+        for index in [index for index, (one, _) in enumerate(self.parts) if one is slices]:
+            if data is not None and slices._version != self._versions[index]:
+                self.parts[index][1].detach().copy_(data)
+            for those in (self.parts, self._versions, self._before):
+                del those[index : index + 1]
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -117,6 +128,18 @@ class GatheredMemory:
             if gathered._version == before and not torch.equal(gathered, found):
                 gathered.copy_(found)
         self._versions = [-1 for _ in self.parts]
+
+
+_memories: weakref.WeakSet[GatheredMemory] = weakref.WeakSet()
+"""All there are."""
+
+
+def part_from_views(slices: Tensor, *, is_gathered: bool = False) -> None:
+    """Let views of a parameter that the user's code has kept have their data for themselves. All ranks that hold the
+    slices must call it."""
+    data = None if is_gathered else whole(slices)
+    for memory in list(_memories):
+        memory.part_from(slices, data)
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:

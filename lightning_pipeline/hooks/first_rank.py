@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Number
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,6 +30,7 @@ from lightning_pipeline.hooks.first_rank_changes import Changed, FirstRankChange
 from lightning_pipeline.hooks.first_rank_draws import FirstRankDraws, Given
 from lightning_pipeline.hooks.first_rank_keeps import FirstRankKeeps, Kept
 from lightning_pipeline.hooks.operands import TensorKeys
+from lightning_pipeline.hooks.slices import SlicesRefused, refuse_slices
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import COPY, Placeholder, TensorSpec, answers_calls
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
@@ -127,6 +128,7 @@ def filled(tensors: Iterable[Tensor], found: list[Tensor | None]) -> list[Any]:
             given.append(tensor.__dict__.get(COPY) if data is None else data)
         else:
             given.append(tensor)
+    refuse_slices_alone(given, users_line())
     return given
 
 
@@ -292,12 +294,7 @@ class FirstRank:
             if one.owner == self._direct.rank:
                 tensor = None if one.key is None else self._keys.tensor_of(one.key)
                 given.append(tensor.grad if one.gradient and tensor is not None else tensor)
-        if any(isinstance(tensor, DTensor) for tensor in given):
-            raise NotImplementedError(
-                f"the first rank alone takes a tensor that ranks keep in slices ({call.line}): let every rank run the "
-                f"line, as in weights = self.state_dict() before `if self.trainer.is_global_zero`, or use "
-                f"trainer.save_checkpoint"
-            )
+        refuse_slices_alone(given, call.line)
         specs = [None if tensor is None else TensorSpec.of(tensor) for tensor in given]
         self._direct.tell_one(0, _Answer(is_there=False, specs=tuple(specs)))
         for tensor, spec in zip(given, specs, strict=True):
@@ -325,6 +322,15 @@ def _refuse_part(who: str, line: str) -> NoReturn:
     )
 
 
+def refuse_slices_alone(tensors: Iterable[Tensor | None], line: str) -> None:
+    """Check that the first rank alone computes with nothing of which other replicas have slices."""
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        raise NotImplementedError(
+            f"the first rank alone takes a tensor that ranks keep in slices ({line}): let every rank take a clone() of "
+            f"it before, outside of `if self.trainer.is_global_zero` and rank_zero_only, or use trainer.save_checkpoint"
+        )
+
+
 def refuse_alone(call: str) -> NoReturn:
     """Raise for a call in which all ranks take part."""
     raise RuntimeError(
@@ -342,6 +348,7 @@ class Asked(NamedTuple):
     """The first rank asks for a tensor."""
 
     key: int
+    line: str
 
 
 class Lending:
@@ -360,7 +367,8 @@ class Lending:
         before = self._keys.versions_everywhere()
         token = answers_calls.set(self._answer)
         try:
-            yield
+            with SlicesRefused() if self._keys.are_in_slices else nullcontext():
+                yield
         except BaseException:
             self._borrowed.clear()
             raise
@@ -375,6 +383,8 @@ class Lending:
         """Give the first rank what it asks for."""
         tensor = self._keys.tensor_of(asked.key)
         assert tensor is not None
+        if isinstance(tensor, DTensor):
+            refuse_slices(asked.line)
         self._direct.send(conform(tensor.detach(), TensorSpec.of(tensor)), 0)
 
     def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -401,7 +411,7 @@ class Lending:
             spec = place._pl_spec
             if sum(one.nbytes for one in self._borrowed.values()) + spec.num_bytes > available_bytes() // 2:
                 self._give_back()
-            self._direct.tell_one(holders[0], Asked(key))
+            self._direct.tell_one(holders[0], Asked(key, users_line()))
             with torch.inference_mode(False):  # inference tensors have no version
                 data = self._direct.receive(spec, holders[0], f"{place._pl_what}, which the loader computes with")
                 found = like(data, spec)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.hooks.operands import Operands, set_spec
-from lightning_pipeline.hooks.slices import set_data_of_slices, whole_with_holders
+from lightning_pipeline.hooks.slices import set_data_of_gathered, set_data_of_slices, whole_with_holders
+from lightning_pipeline.partition.kept_parameters import gathered_from
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.ownership import holders_of, named_tensors
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec
@@ -37,6 +38,8 @@ class LentMemory:
             set_spec(tensor, tensor._pl_spec.with_data_of(TensorSpec.of(value)))
         elif isinstance(tensor, DTensor):
             set_data_of_slices(tensor, here)
+        elif (slices := gathered_from(tensor)) is not None:
+            set_data_of_gathered(tensor, slices, here)
         else:
             tensor.data = here
 

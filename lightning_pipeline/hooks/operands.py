@@ -128,6 +128,11 @@ class TensorKeys:
         self._held: list[Tensor] | None = None
         self.number = 0
 
+    @property
+    def are_in_slices(self) -> bool:
+        """Whether replicas keep slices of parameters."""
+        return self._tensors.are_in_slices
+
     def note(self, tensor: Tensor, holders: Holders) -> Tensor:
         """Give a key to a tensor, or placeholder, that was made just now. All ranks must call it."""
         note_holders(tensor, holders)
@@ -159,14 +164,14 @@ class TensorKeys:
         tensor.__dict__.pop(_KEY, None)
 
     def kept(self) -> dict[int, Tensor]:
-        """What hooks have made, that the user has kept and not all ranks hold, by its latest key.
+        """What hooks have made, but for slices, that the user has kept and not all ranks hold, by its latest key.
 
         It may have been a part of the module for a while, as a copy of averaged weights that is validated.
         """
         return {
             key: tensor
             for key, tensor in self._made.items()
-            if holders_of(tensor) is not None and tensor.__dict__.get(_KEY) == key
+            if holders_of(tensor) is not None and tensor.__dict__.get(_KEY) == key and not isinstance(tensor, DTensor)
         }
 
     def copy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
@@ -232,7 +237,12 @@ def copy_of(tensor: Tensor, memo: dict[int, Any]) -> Any:
     """A deep copy of a tensor with data, which has no key yet."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
-    copied = Tensor.__deepcopy__(tensor, memo)
+    window = tensor.__dict__.pop(WINDOW_OF, None)  # the copy has memory of its own
+    try:
+        copied = Tensor.__deepcopy__(tensor, memo)
+    finally:
+        if window is not None:
+            tensor.__dict__[WINDOW_OF] = window
     copied.__dict__.pop(_KEY, None)
     return copied
 

@@ -48,6 +48,7 @@ from lightning_pipeline.hooks.patches import parameters_seen
 from lightning_pipeline.hooks.placed_calls import PlacedCalls, is_draw
 from lightning_pipeline.hooks.saved_states import SavedStates
 from lightning_pipeline.hooks.slices import (
+    deep_copy,
     gathered_by_hooks,
     on_whole_tensors,
     on_windows,
@@ -334,7 +335,7 @@ class OwnerComputes(TorchFunctionMode):
         # These take a tensor as it is, and not its data.
         if name == "__deepcopy__":
             with _torch.DisableTorchFunctionSubclass():
-                return self.keys.copy(*args)
+                return deep_copy(self.keys, *args)
         if name in ("grad.__set__", "grad.__delete__", "_grad.__set__"):
             return self._gradients.set(args[0], args[1] if len(args) > 1 else None)
         if name in ("requires_grad_", "requires_grad.__set__"):

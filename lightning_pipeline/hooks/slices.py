@@ -11,21 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
-from lightning_pipeline.engine.slices import GatheredMemory, whole, write
-from lightning_pipeline.hooks.operands import WINDOW_OF
+from lightning_pipeline.engine.fully_sharded import is_sharded
+from lightning_pipeline.engine.slices import GatheredMemory, part_from_views, whole, write
+from lightning_pipeline.hooks.operands import WINDOW_OF, TensorKeys
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.kept_parameters import leave
+from lightning_pipeline.partition.kept_parameters import KeptParameter, is_of_fsdp2, leave
 from lightning_pipeline.partition.memory import memory_of, tensors_in_memory_of
 from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of, note_holders
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, is_absent, placeholder
+from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line
 
 
@@ -87,6 +90,20 @@ def on_windows(run: Callable[[], Any], windows: list[Tensor]) -> Any:
     return result
 
 
+def deep_copy(keys: TensorKeys, tensor: Tensor, memo: dict[int, Any]) -> Any:
+    """`TensorKeys.copy`, where a copy of slices is whole, and one of a window has its own memory. All ranks must call
+    it."""
+    if is_sharded(tensor) and tensor.device_mesh.ndim == 1 and id(tensor) not in memo:  # type: ignore[attr-defined]
+        with _by_the_package():
+            found = whole(tensor)
+        copied = nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+        memo[id(tensor)] = keys.note(copied, holders_of(tensor))
+        return memo[id(tensor)]
+    if windows := windows_among([tensor]):
+        return on_windows(lambda: keys.copy(tensor, memo), windows)
+    return keys.copy(tensor, memo)
+
+
 def leave_behind(sharded: Mapping[nn.Parameter, nn.Parameter]) -> list[GatheredMemory]:
     """Let what the user's code has kept of parameters, and of views of them, mean their slices.
 
@@ -110,6 +127,41 @@ def leave_behind(sharded: Mapping[nn.Parameter, nn.Parameter]) -> list[GatheredM
     return all_gathered
 
 
+def leave_views(gathered: Mapping[Tensor, Tensor]) -> list[GatheredMemory]:
+    """Give views of gathered parameters that the user's code has kept memory of their own, before that of the
+    parameters is freed. They go on to show the slices.
+
+    Args:
+        gathered: by the slices, what they are gathered into.
+    """
+    views = {slices: _given_own_memory(parameter) for slices, parameter in gathered.items()}
+    kept = {slices: GatheredMemory([(slices, memory)]) for slices, (memory, users) in views.items() if users}  # type: ignore[list-item]
+    for slices, one in kept.items():
+        for window in views[slices][1]:
+            window.__dict__[WINDOW_OF] = one
+            note_holders(window, holders_of(slices))
+    return [*kept.values()]
+
+
+def set_data_of_gathered(parameter: Tensor, slices: Tensor, data: Tensor) -> None:
+    """``parameter.data = data`` for what slices are gathered into, whose memory is FSDP2's."""
+    with _by_the_package(), torch.no_grad():
+        part_from_views(slices, is_gathered=True)
+        _given_own_memory(parameter)
+        parameter.copy_(data)
+
+
+def _given_own_memory(parameter: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Give the user's views of a gathered parameter a copy of its memory. Returns that and them."""
+    with _torch.DisableTorchFunction(), torch.no_grad():
+        found = tensors_in_memory_of([parameter]).get(memory_of(parameter), [])
+        users = [one for one in found if not is_of_fsdp2(one)]
+        memory = parameter.detach().clone() if users else parameter
+        for one in users:
+            one.data = memory.as_strided(one.shape, one.stride(), one.storage_offset())
+    return memory, users
+
+
 @contextmanager
 def gathered_by_hooks() -> Iterator[None]:
     """While entered, what a hook gathers by itself, as code for FSDP2 does, is known to be of some stages alone."""
@@ -121,6 +173,25 @@ def gathered_by_hooks() -> Iterator[None]:
     with overridden() as override:
         override(DTensor, "full_tensor", full_tensor)
         yield
+
+
+class SlicesRefused(TorchFunctionMode):
+    """While entered, code of a loader computes with nothing that ranks keep in slices: replicas fetch by themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        are_slices = any(isinstance(one, (DTensor, KeptParameter)) for one in tree.leaves((args, kwargs)))
+        if are_slices and kind_of(func) is not FunctionKind.DESCRIBES:
+            refuse_slices(users_line())
+        return func(*args, **kwargs)
+
+
+def refuse_slices(line: str) -> NoReturn:
+    """Raise for code of a loader, in a line of the user's, that computes with slices."""
+    raise NotImplementedError(
+        f"a loader computes with a parameter of which replicas keep slices ({line}), and each replica fetches its "
+        f"batches by itself: compute it in training_step or a hook, or use data_parallel='zero1'"
+    )
 
 
 def refuse_window_of_first_rank(tensors: Iterable[Tensor], name: str, *, writes: bool) -> None:
@@ -140,6 +211,7 @@ def set_data_of_slices(parameter: DTensor, data: Tensor) -> None:
             f"{tuple(data.shape)} ({users_line()}): use data_parallel='zero1'"
         )
     with _by_the_package():
+        part_from_views(parameter)
         write(parameter, data)
 
 
@@ -155,7 +227,7 @@ def whole_with_holders(tensor: Tensor) -> Tensor:
 
 def _note_windows(made: Iterable[Any], all_gathered: Iterable[GatheredMemory]) -> None:
     """Note which of the tensors that a call has made share the memory of what was gathered."""
-    by_memory = {one.parts[0][1].untyped_storage().data_ptr(): one for one in all_gathered}
+    by_memory = {one.parts[0][1].untyped_storage().data_ptr(): one for one in all_gathered if one.parts}
     for tensor in made:
         if type(tensor) is Placeholder or tensor.layout is not torch.strided or not tensor.numel():
             continue

@@ -16,7 +16,7 @@ from lightning_pipeline.engine.pipeline import Pipeline
 from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.slices import place_gradients
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
-from lightning_pipeline.hooks.slices import leave_behind
+from lightning_pipeline.hooks.slices import leave_behind, leave_views
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.topology import stage_term
 
@@ -54,6 +54,7 @@ class LocalStages:
             if session.tensor_group is not None:  # replicas are to be a dimension of the mesh that splits tensors
                 mesh = session.tensor_group.mesh["data_parallel"]
             self._sharded = FullySharded(replicas, mesh, gradients_mean=strategy.gradients_mean)
+            self._sharded.leave_views = leave_views
         self.local: LocalModule = LocalModule(session, cut, schedules.placement, self._sharded)
         self.pipeline = Pipeline(
             rank=session.topology.stage_rank,

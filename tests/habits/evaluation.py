@@ -135,6 +135,24 @@ class ValidatesWithShadowSwapped(EMASwap):
         self.swap()
 
 
+@habit(plain=False, observed=["seen"], shows=False)
+class ViewsKeptBeyondTheirLoop(Evaluated):
+    """Views of weights that validation has kept are read after updates, and written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.views: list[Tensor] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.views = [self.head.weight.data, self.layers[3].linear.bias.detach()]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [view.sum().item() for view in self.views]
+        if self.views:
+            self.views[0].mul_(0.9)
+
+
 @habit(plain=False, observed=["samples"])
 class ModuleCalledInHook(Layers):
     """`self(x)` in on_train_epoch_end, under no_grad and eval."""
