@@ -34,6 +34,7 @@ from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.partition.batches import microbatches_of
 from lightning_pipeline.partition.rng import mix
 from lightning_pipeline.partition.stage_map import StageMap, resolve
+from lightning_pipeline.partition.users_code import in_hook
 from lightning_pipeline.schedules.builders import V_NAMES
 from lightning_pipeline.strategy import partitioner, stage_runner
 from lightning_pipeline.strategy.partitioner import Partitioner
@@ -311,7 +312,7 @@ def attribute(module: Any, name: str) -> Any:
 def comparable(value: Any) -> Any:
     """A copy in arrays and builtins, which can be kept and compared."""
     if isinstance(value, Tensor):
-        if value.is_meta:
+        if value.is_meta or (isinstance(value, DTensor) and not in_hook.on):  # where this rank has a slice
             return f"a tensor of shape {tuple(value.shape)} without data"
         if value.is_nested or value.layout is not torch.strided:
             value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()

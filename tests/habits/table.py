@@ -20,18 +20,23 @@ from typing import Any
 
 import lightning as L
 
+from tests.habits.shared_out import differs, refusal
+
 
 @dataclass(frozen=True)
 class Expectation:
-    """What stages have to come to: the same as one process, or an error that matches `pattern`."""
+    """What stages have to come to: the same as one process, an error that matches `pattern`, or something else."""
 
     pattern: str | None = None
+    differs: bool = False
 
     def __str__(self) -> str:
-        return "equal" if self.pattern is None else f"an error that matches {self.pattern!r}"
+        told = "equal" if self.pattern is None else f"an error that matches {self.pattern!r}"
+        return "different" if self.differs else told
 
 
 EQUAL = Expectation()
+DIFFERENT = Expectation(differs=True)
 
 
 def error(pattern: str) -> Expectation:
@@ -89,10 +94,16 @@ class Habit:
         if configuration == "plain":
             return EQUAL
         if configuration.startswith("2x2"):
-            return self.replicated or self.expectation
+            return self._with_replicas(configuration.split("-", 2)[2] if configuration.count("-") > 1 else "")
         if configuration.endswith("-reversed") and self.reversed is not None:
             return self.reversed
         return (self.automatic if "-auto" in configuration else None) or self.expectation
+
+    def _with_replicas(self, kind: str) -> Expectation:
+        """With two replicas, of which `kind` tells what they share out: see shared_out.py."""
+        if (pattern := refusal(kind, self.name)) is not None:
+            return error(pattern)
+        return DIFFERENT if differs(kind, self.name) else self.replicated or self.expectation
 
     @property
     def full_name(self) -> str:
@@ -141,7 +152,7 @@ def habit(
     return register
 
 
-MACHINERY = ("__main__", "table", "harness", "driver", "modules", "preloaded", "test_habits")
+MACHINERY = ("__main__", "table", "harness", "driver", "modules", "preloaded", "shared_out", "test_habits")
 """Files of this folder that hold no habits."""
 
 

@@ -61,7 +61,11 @@ BY_DEFAULT = {
         FitsAfterNormsWereAdapted SparseBuffers LogsOnFirstRank StopsOnFirstRankAfterValidation
         SkipsRestOfEpochOnFirstRank ScaleWrittenOnFirstRank
     """,
-    SLICED: "CrossAttention MixtureDensity StateDictSavedInStep WeightsGoBackInStep",
+    SLICED: """
+        CrossAttention MixtureDensity StateDictSavedInStep WeightsGoBackInStep ValidatesWithShadowSwapped
+        SavesBestByHand LayersCopiedInEachStep TeacherCopiedLater RewoundToSnapshot ChannelsLastBatch CopyOfALayer
+        KeepsReplacedLayers ViewsKeptBeyondTheirLoop LogsTwiceOnFirstRank DatasetUsesLayer CodebookOfNewParameters
+    """,
     REVERSED[0]: "LongBatchPlusLateValueUnseen ScalesDataOnFirstRank",
     REVERSED[1]: "NormShared",
 }
