@@ -16,6 +16,7 @@ _STATES_ON_FIRST_RANK = r"'state' of a checkpoint is read where only rank 0 has 
 _OTHER_RANKS = r"over all ranks|The size of tensor|Expected input batch_size"  # what replicas gather, as with DDP
 
 REFUSED: dict[str, dict[str, str]] = {
+    "": {_OTHER_RANKS: "GathersOverRanksByName CentersOverRanks"},
     "zero1": {
         _STATES: """
             AdamMomentsChanged AveragesByItsOwnMethod GroupsClearedAndAddedAnew LookaheadAroundAdam MomentumForgotten
@@ -36,7 +37,7 @@ REFUSED: dict[str, dict[str, str]] = {
         """,
         r"gradient of .* is (read|changed) within a step.*\.py:\d+": """
             ScalesGradientsItself LogsGradientNorms NormsAllGradients ScalesByNormOfGradients ReadsWhatItHasCleared
-            UsesAGradientReadBefore
+            ReadsBeforeBackward UsesAGradientReadBefore
         """,
         r"has become .* during the run, and with data_parallel='fsdp'.*before the run": """
             PrunedEachEpoch LayersInserted LayersExchanged AdaptersFromSecondEpoch FirstLayerDropped LayerDeleted

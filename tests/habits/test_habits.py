@@ -21,8 +21,11 @@ load()
 PRELOADED.append("tests.habits.preloaded")  # a launch takes a fifth of the time
 
 REPLICATED = "2x2-1f1b"
-"""Of the others, many come to something else with replicas, as they do with DDP."""
+"""What these come to, and where they share parameters or states out, shared_out.py tells."""
 SLICED = "2x2-1f1b-fsdp"
+SHARED_OUT = (REPLICATED, SLICED, "2x2-1f1b-zero1")
+ONE_IN = 16
+"""Of these, the slow tests take so many habits; `python -m tests.habits --configuration 2x2-1f1b-fsdp` takes all."""
 REVERSED = ("2-1f1b-reversed", "3-1f1b-reversed")
 BY_DEFAULT = {
     "2-1f1b": """
@@ -122,8 +125,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for configuration in configurations:
         first = defaults.get(configuration, [])
-        has_others = with_slow and configuration not in (REPLICATED, SLICED, *REVERSED)
-        others = [name for name in HABITS if name not in first] if has_others else []
+        has_others = with_slow and configuration not in REVERSED
+        taken = list(HABITS)[:: ONE_IN if configuration in SHARED_OUT else 1]
+        others = [name for name in taken if name not in first] if has_others else []
         for name in (*first, *others):
             if applies.get(configuration, lambda _: True)(HABITS[name]):
                 marks = [pytest.mark.slow] * (name not in first)
@@ -151,7 +155,7 @@ def test_what_is_compared_shows_the_habit(name: str, configuration: str, folder:
 
 
 CONFIGURATIONS_OF: dict[object, Sequence[str]] = {
-    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, REPLICATED, SLICED, *REVERSED),
+    test_stages_come_to_what_one_process_does: (*CONFIGURATIONS, *SHARED_OUT, *REVERSED),
     test_one_process_has_the_bits_of_plain_lightning: ("plain",),
     test_what_is_compared_shows_the_habit: ("without",),
 }
