@@ -5,7 +5,7 @@ from __future__ import annotations
 DIFFERENT_WITH_REPLICAS = """
     MetricOfACallback CountsProcesses CriterionIsAMetric ConfusionMatrixReset MetricsInDictionaries
     MetricsBesideTheModule SeededByItsRank LogsOnAllWhatFirstRankComputed LogsOnAllWhatFirstRankKept
-    LogsByRankAtTwoLines
+    LogsByRankAtTwoLines GathersOverRanksByName
 """
 """As with DDP: they count samples or processes, draw by the rank, or log other values on other ranks."""
 
@@ -13,10 +13,8 @@ _STATES = r"optimizer\.state is used in a hook .*\.py:\d+.*take it from a checkp
 _STATES_IN_STEP = r"\.state is used in training_step .*\.py:\d+.*take it from a checkpoint"
 _AS_ONE_VECTOR = r"LBFGS updates all parameters as one vector.*leave data_parallel"
 _STATES_ON_FIRST_RANK = r"'state' of a checkpoint is read where only rank 0 has the state.*\.py:\d+.*is_global_zero"
-_OTHER_RANKS = r"over all ranks|The size of tensor|Expected input batch_size"  # what replicas gather, as with DDP
 
 REFUSED: dict[str, dict[str, str]] = {
-    "": {_OTHER_RANKS: "GathersOverRanksByName CentersOverRanks"},
     "zero1": {
         _STATES: """
             AdamMomentsChanged AveragesByItsOwnMethod GroupsClearedAndAddedAnew LookaheadAroundAdam MomentumForgotten
@@ -28,7 +26,6 @@ REFUSED: dict[str, dict[str, str]] = {
         _AS_ONE_VECTOR: "DirectionsOfLBFGS LBFGS LBFGSByHand LBFGSOnALine",
         _STATES_ON_FIRST_RANK: "FiltersCheckpoint IteratesOverCheckpoint",
         r"draws random numbers into .* in a step": "InitializedAgainInSteps",
-        _OTHER_RANKS: "GathersOverRanksByName CentersOverRanks",
     },
     "fsdp": {
         r"the first rank alone takes a tensor that ranks keep in slices.*\.py:\d+.*clone\(\)": """
@@ -62,7 +59,7 @@ DIFFERENT: dict[str, frozenset[str]] = {
 }
 """What comes to something else, as docs/not-supported.md says."""
 
-for pattern in (_STATES, _STATES_IN_STEP, _AS_ONE_VECTOR, _STATES_ON_FIRST_RANK, _OTHER_RANKS):
+for pattern in (_STATES, _STATES_IN_STEP, _AS_ONE_VECTOR, _STATES_ON_FIRST_RANK):
     REFUSED["fsdp"][pattern] = REFUSED["zero1"][pattern]
 REFUSED["fsdp"][r"draws random numbers into .* in a step"] = "InitializedAgainInSteps"
 
