@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.engine.collectives import over_replicas
-from lightning_pipeline.engine.context import ContextRanks
 from lightning_pipeline.engine.delivery import Delivery
 from lightning_pipeline.engine.executor import RankProgram, Span
 from lightning_pipeline.engine.gradient_hooks import hooks_of_parameters
 from lightning_pipeline.engine.microbatch import Microbatch
-from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.one_rank import OneRankStep
 from lightning_pipeline.engine.parts import StepParts
 from lightning_pipeline.engine.rank_resources import RankResources
@@ -38,10 +36,7 @@ from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.memory import fill
 from lightning_pipeline.partition.placeholder import TensorSpec
-from lightning_pipeline.recording.keyed_calls import KeyedCalls
-from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.program import Program
-from lightning_pipeline.runtime.transport import Transport
 from lightning_pipeline.schedules import Schedule, forward_only, lower
 
 
@@ -49,41 +44,27 @@ class Pipeline:
     """Runs steps on this rank's virtual stages.
 
     Args:
-        placement: the rank of each virtual stage. The first rank gets the data, whatever its stage.
-        calls: tells which stage the running submodule belongs to.
-        holders: gives the ranks that hold a tensor of the module, by number.
+        shared: this rank's. The first rank gets the data, whatever its stage.
         schedule: makes the schedule of a training step on this placement, given the number of micro-batches.
         num_microbatches: micro-batches per step; a batch with fewer samples is split into fewer.
-        offload: the share of a virtual stage's activations that goes to host memory while they wait for their backward.
-        counts_bytes: observed steps count the bytes of activations, as they do if any go to host memory.
         on_module_changed: called if the module's tensors are not those of the last step, with those that it lost.
-        context: the ranks that share this one's sequences; None if each has its own.
         world: the replicas, which draw other random numbers each.
     """
 
     def __init__(
         self,
+        shared: RankResources,
         *,
-        rank: int,
-        placement: Sequence[int],
-        device: torch.device,
-        transport: Transport | None,
-        tensors: ModuleTensors,
-        calls: KeyedCalls,
-        holders: Callable[[int], Sequence[int]],
         schedule: Callable[[int], Schedule],
         num_microbatches: int,
-        offload: float = 0,
-        counts_bytes: bool = False,
         on_module_changed: Callable[[list[Tensor]], None] = lambda lost: None,
-        context: ContextRanks | None = None,
         world: World | None = None,
     ) -> None:
-        self.rank = rank
-        self.placement = tuple(placement)
-        self.num_ranks = max(placement) + 1
-        self.num_virtual_stages = len(placement) // self.num_ranks
-        self.last_rank = placement[-1]
+        self._shared = shared
+        self.rank, self.placement = shared.rank, shared.placement
+        self.num_ranks = max(self.placement) + 1
+        self.num_virtual_stages = len(self.placement) // self.num_ranks
+        self.last_rank = self.placement[-1]
         self.num_microbatches = num_microbatches
         self.observe: Callable[[Span], None] | None = None
         """Called with every action of a step and its start and end."""
@@ -91,21 +72,16 @@ class Pipeline:
         """The largest number of virtual stages' activations alive on this rank at one time in the last step."""
         self.ran: list[tuple[Program | None, int]] = []
         """Of each micro-batch of the last observed step: its program, if it had one, and the number of its loss."""
-        offloading = Offload(offload, device) if offload or counts_bytes else None
-        self._shared = RankResources(rank, placement, device, transport, tensors, calls, holders, offloading, context)
-        self.stages = self._shared.stages
-        self.recorder = self._shared.recorder
+        self.stages, self.recorder, self.offload = shared.stages, shared.recorder, shared.offload
         self._world = world
         self.recorder.has_replicas = has_replicas = world is not None and world.size > 1
-        self._shared.draws.replicated = tensors if has_replicas else None
-        self.offload = self._shared.offload
-        self.reached = self._shared.reached
+        shared.draws.replicated = shared.tensors if has_replicas else None
+        self.reached = shared.reached
         """Virtual stages on which any event has run so far."""
-        self._transport = transport
         self._schedule = schedule
         self._on_module_changed = on_module_changed
         self._programs: dict[tuple[bool, int], RankProgram] = {}
-        self._delivery = Delivery(rank, self.placement, transport)
+        self._delivery = Delivery(self.rank, self.placement, shared.transport)
         self._unchecked: float | None = None
 
     @property
@@ -175,9 +151,10 @@ class Pipeline:
             RuntimeError: they ran different code.
         """
         if self._unchecked is not None:
-            assert self._transport is not None
+            transport = self._shared.transport
+            assert transport is not None
             digest, self._unchecked = self._unchecked, None
-            told = [self._transport.broadcast_object(digest, rank, "what ran") for rank in range(self.num_ranks)]
+            told = [transport.broadcast_object(digest, rank, "what ran") for rank in range(self.num_ranks)]
             if len(set(told)) > 1:
                 raise RuntimeError(
                     "the ranks did not run the same code in steps whose outputs stay on the last stage: every rank "

@@ -36,6 +36,7 @@ class RankResources:
     """Shared by the steps of a rank.
 
     Args:
+        placement: the rank of each virtual stage.
         calls: tells which stage the running submodule belongs to.
         holders: gives the ranks that hold a tensor of the module, by number.
         offload: sends activations to host memory, or counts them; None for neither.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.work import StepTask
 from lightning_pipeline.partition.stage_map import resolve
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
@@ -128,17 +129,10 @@ def _beyond_the_model(transport: Transport, device: torch.device) -> float:
     num_stages = transport.num_stages
     module = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_stages)).to(device)
     stages = resolve(module, {str(stage): stage for stage in range(1, num_stages)}, num_stages)
-    pipeline = Pipeline(
-        rank=transport.stage,
-        placement=range(num_stages),
-        device=device,
-        transport=transport,
-        tensors=ModuleTensors(module, stages),
-        calls=KeyedCalls(module, stages),
-        holders=lambda number: range(num_stages),
-        schedule=lambda count: build("1f1b", num_stages, count),
-        num_microbatches=_MICROBATCHES,
-    )
+    tensors, calls = ModuleTensors(module, stages), KeyedCalls(module, stages)
+    every = range(num_stages)
+    shared = RankResources(transport.stage, every, device, transport, tensors, calls, lambda number: every)
+    pipeline = Pipeline(shared, schedule=lambda count: build("1f1b", num_stages, count), num_microbatches=_MICROBATCHES)
     microbatches = [torch.ones(_SAMPLES, _WIDTH, device=device) for _ in range(_MICROBATCHES)]
 
     def step(batch: Tensor) -> Tensor:

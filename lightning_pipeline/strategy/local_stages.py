@@ -12,7 +12,9 @@ from lightning_pipeline.engine.context import ContextRanks
 from lightning_pipeline.engine.fully_sharded import FullySharded
 from lightning_pipeline.engine.gradients import Gradients
 from lightning_pipeline.engine.microbatch import Microbatch
+from lightning_pipeline.engine.offloading import Offload
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.replica_collectives import World
 from lightning_pipeline.engine.slices import place_gradients
 from lightning_pipeline.hooks.owner_computes import OwnerComputes
@@ -56,20 +58,23 @@ class LocalStages:
             self._sharded = FullySharded(replicas, mesh, gradients_mean=strategy.gradients_mean)
             self._sharded.leave_views = leave_views
         self.local: LocalModule = LocalModule(session, cut, schedules.placement, self._sharded)
+        counts_bytes = strategy.offload_activations or strategy.max_live_bytes is not None
+        shared = RankResources(
+            session.topology.stage_rank,
+            schedules.placement,
+            device,
+            transport,
+            self.local.tensors,
+            self.local.calls,
+            self.local.holders,
+            Offload(strategy.offload_activations, device) if counts_bytes else None,
+            None if context is None else ContextRanks(context.group, context.control_group),
+        )
         self.pipeline = Pipeline(
-            rank=session.topology.stage_rank,
-            placement=schedules.placement,
-            device=device,
-            transport=transport,
-            tensors=self.local.tensors,
-            calls=self.local.calls,
-            holders=self.local.holders,
+            shared,
             schedule=schedules,
             num_microbatches=cut.num_microbatches,
-            offload=strategy.offload_activations,
-            counts_bytes=strategy.max_live_bytes is not None,
             on_module_changed=self._note_new_tensors,
-            context=None if context is None else ContextRanks(context.group, context.control_group),
             world=World(session.topology, replicas),
         )
         self.pipeline.recorder.tensors.are_in_slices = bool(self._sharded)  # from an earlier run

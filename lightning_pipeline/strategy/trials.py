@@ -193,14 +193,17 @@ class TrialSteps:
             )
         holders: dict[int, Sequence[int]] = {}
         tensors = ModuleTensors(self._module, stages)
+        shared = RankResources(
+            transport.stage,
+            schedules.placement,
+            self._device,
+            transport,
+            tensors,
+            KeyedCalls(self._module, stages),
+            lambda number: holders.get(number, range(plan.num_stages)),
+        )
         pipeline = Pipeline(
-            rank=transport.stage,
-            placement=schedules.placement,
-            device=self._device,
-            transport=transport,
-            tensors=tensors,
-            calls=KeyedCalls(self._module, stages),
-            holders=lambda number: holders.get(number, range(plan.num_stages)),
+            shared,
             schedule=schedules,
             num_microbatches=plan.num_microbatches,
             world=World(topology),  # other replicas, which try plans at the same time, are taken to be like this one

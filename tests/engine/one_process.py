@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_pipeline.engine.microbatch import Microbatch
 from lightning_pipeline.engine.one_rank import OneRankStep
 from lightning_pipeline.engine.pipeline import Pipeline
+from lightning_pipeline.engine.rank_resources import RankResources
 from lightning_pipeline.engine.step import PipelineStep
 from lightning_pipeline.engine.work import LiveCount, StepTask
 from lightning_pipeline.partition.placeholder import Placeholder
@@ -92,18 +93,13 @@ def on_stages(
     found = resolve(module, {} if alone else dict(stages), num_stages)
     calls = KeyedCalls(module, found)
     tensors = ModuleTensors(module, found)
+    shared = RankResources(0, [0] * num_stages, torch.device("cpu"), None, tensors, calls, lambda number: [0])
+    shared.spread_module_tensors = _as_they_are  # type: ignore[method-assign]
     pipeline = (Pipeline if alone else _OnOneRank)(
-        rank=0,
-        placement=[0] * num_stages,
-        device=torch.device("cpu"),
-        transport=None,
-        tensors=tensors,
-        calls=calls,
-        holders=lambda number: [0],
+        shared,
         schedule=lambda count: one_after_the_other(num_stages, count, splits=splits),
         num_microbatches=len(batches),
     )
-    pipeline._shared.spread_module_tensors = _as_they_are  # type: ignore[method-assign]
     came = Came(pipeline=pipeline)
 
     def run(state: Microbatch, batch: Any) -> tuple[Any, Any]:
