@@ -13,8 +13,7 @@
    common travel as bytes (`to_wire`).
 6. *Not every dtype that travels can be reduced.* float64 cannot: it is gathered, and reduced on each rank
    (`all_reduce`).
-7. *The CPU has ways of its own.* Objects and tensors on the CPU go over streams between stages (`streams`), and between
-   replicas over Gloo, in the same default group.
+7. *The CPU has ways of its own.* Objects and tensors on the CPU go over `streams`.
 
 Rules 1 to 4 and 7 hold for NCCL as well; Gloo needs none. They were found in the source of torch_npu 2.13.
 """

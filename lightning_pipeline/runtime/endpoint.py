@@ -196,10 +196,10 @@ class HostEndpoint(Endpoint):
         self._stream.close()
 
     def _send(self, tensor: Tensor, tag: int) -> Message:
-        return self._stream.send(_memory(tensor), tag)
+        return self._stream.send(view_of(tensor), tag)
 
     def _receive(self, buffer: Tensor, tag: int) -> Message:
-        return self._stream.receive(_memory(buffer), tag)
+        return self._stream.receive(view_of(buffer), tag)
 
     def _wait(self, work: Message) -> None:
         work.wait(self._connection.timeout, self._connection.look_around)
@@ -230,7 +230,7 @@ class DeviceEndpoint(Endpoint):
             raise RuntimeError("aborted")
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def view_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which is kept for as long as the view of it.
 
     Not by NumPy, after which a tensor can never be resized.

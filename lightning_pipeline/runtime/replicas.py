@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,11 +16,14 @@ from torch import Tensor
 from lightning_pipeline import _torch
 from lightning_pipeline.runtime.backends import broadcast, new_group, warm_up
 from lightning_pipeline.runtime.connecting import connect
+from lightning_pipeline.runtime.endpoint import view_of
 from lightning_pipeline.runtime.errors import ranks
 from lightning_pipeline.runtime.failure import raise_failure, waiting_for
 from lightning_pipeline.runtime.store import BoundedStore
 from lightning_pipeline.runtime.streams import Stream
 from lightning_pipeline.runtime.topology import Topology
+
+_NUMBERS, _OBJECTS = 0, 1  # tags of messages
 
 
 class Replicas:
@@ -31,8 +35,8 @@ class Replicas:
         timeout: the longest that a collective may take.
 
     Attributes:
-        group: carries tensors on the device.
-        control_group: carries objects and tensors on the CPU.
+        group: carries tensors on the device. Streams carry objects and tensors on the CPU: where ranks share cores,
+            Gloo's threads take four times as long.
     """
 
     # The groups outlive a strategy, as connections between stages do.
@@ -41,9 +45,8 @@ class Replicas:
     def __init__(self, topology: Topology, timeout: timedelta) -> None:
         self.topology = topology
         self.timeout = timeout
-        self.group = self._new_group(timeout, None)
+        self.group = self._new_group(timeout)
         warm_up(self.group)
-        self.control_group: dist.ProcessGroup | None = self._new_group(timeout, dist.Backend.GLOO)
         self._streams = self._connected()
 
     @classmethod
@@ -68,57 +71,33 @@ class Replicas:
 
     def send_object(self, obj: Any, replica: int) -> None:
         """Send a small object to this stage of another replica."""
-        rank = self.topology.data_ranks[replica]
-        with waiting_for(f"the receipt of an object by {self.topology.describe(rank)}", rank):
-            dist.send_object_list([obj], group_dst=replica, group=self.control_group)
+        self._send(pickle.dumps(obj), replica, "an object")
 
     def recv_object(self, replica: int, what: str) -> Any:
         """The next object from this stage of another replica. `what` names it in errors."""
-        received: list[Any] = [None]
-        rank = self.topology.data_ranks[replica]
-        with waiting_for(f"{what} from {self.topology.describe(rank)}", rank):
-            dist.recv_object_list(received, group_src=replica, group=self.control_group)
-        return received[0]
+        return pickle.loads(self._receive(None, replica, what))
 
     def send_on_control(self, tensor: Tensor, replica: int, *, waits: bool) -> None:
         """Send a contiguous tensor on the CPU to this stage of another replica. It always waits until it has left."""
-        rank = self.topology.data_ranks[replica]
-        with waiting_for(f"the receipt of a tensor by {self.topology.describe(rank)}", rank):
-            dist.send(tensor, group_dst=replica, group=self.control_group)
+        self._send(view_of(tensor), replica, "a tensor")
 
     def receive_on_control(self, buffer: Tensor, replica: int, what: str) -> Tensor:
         """Receive what another replica has sent by `send_on_control`."""
-        rank = self.topology.data_ranks[replica]
-        with waiting_for(f"{what} from {self.topology.describe(rank)}", rank):
-            dist.recv(buffer, group_src=replica, group=self.control_group)
+        self._receive(view_of(buffer), replica, what)
         return buffer
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Every replica's `obj`, in the order of replicas, on all of them."""
-        gathered: list[Any] = [None] * self.num_replicas
-        with waiting_for(f"an object of each replica ({self._others})"):
-            dist.all_gather_object(gathered, obj, group=self.control_group)
-        return gathered
+        return [pickle.loads(data) for data in self._gather(pickle.dumps(obj), _OBJECTS, "an object")]
 
     def gather_numbers(self, *numbers: float) -> list[list[float]]:
-        """Every replica's `numbers`, in the order of replicas, on all of them.
-
-        Over streams, as steps do it several times: where ranks share cores, Gloo's threads take four times as long.
-        """
+        """Every replica's `numbers`, in the order of replicas, on all of them."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        with waiting_for(f"a number of each replica ({self._others})"):
-            arriving = {rank: stream.receive(None) for rank, stream in self._streams.items()}
-            for stream in self._streams.values():
-                stream.send(packed)
-            for message in arriving.values():
-                message.wait(self.timeout, raise_failure)
-        gathered = []
-        for rank in self.topology.data_ranks:
-            data = packed if rank == self.topology.rank else arriving[rank].data
+        gathered = self._gather(packed, _NUMBERS, "a number")
+        for rank, data in zip(self.topology.data_ranks, gathered, strict=True):
             if len(data) != len(packed):
                 raise RuntimeError(f"{self.topology.describe(rank)} is at another exchange of the replicas than this")
-            gathered.append(list(struct.unpack(f"<{len(numbers)}d", data)))
-        return gathered
+        return [list(struct.unpack(f"<{len(numbers)}d", data)) for data in gathered]
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Copy the first replica's values to all replicas."""
@@ -127,19 +106,36 @@ class Replicas:
             for tensor in tensors:
                 broadcast(tensor, source, self.group)
 
-    @property
-    def _others(self) -> str:
-        return ranks(rank for rank in self.topology.data_ranks if rank != self.topology.rank)
-
     @classmethod
     def close_all(cls) -> None:
         """After a failure: drop all groups of this process, which wakes up ranks that wait in them. Never raises."""
         for replicas in cls._shared:
-            for group in (replicas.group, replicas.control_group):
-                if _torch.is_open(group):
-                    dist.destroy_process_group(group)
+            if replicas.is_open:
+                dist.destroy_process_group(replicas.group)
             for stream in replicas._streams.values():
                 stream.close()
+
+    def _send(self, data: bytes | memoryview, replica: int, what: str) -> None:
+        rank = self.topology.data_ranks[replica]
+        with waiting_for(f"the receipt of {what} by {self.topology.describe(rank)}", rank):
+            self._streams[rank].send(data, _OBJECTS).wait(self.timeout, raise_failure)
+
+    def _receive(self, buffer: memoryview | None, replica: int, what: str) -> Any:
+        rank = self.topology.data_ranks[replica]
+        with waiting_for(f"{what} from {self.topology.describe(rank)}", rank):
+            message = self._streams[rank].receive(buffer, _OBJECTS)
+            message.wait(self.timeout, raise_failure)
+        return message.data
+
+    def _gather(self, own: bytes, tag: int, what: str) -> list[Any]:
+        """Every replica's bytes, in the order of replicas."""
+        others = ranks(rank for rank in self.topology.data_ranks if rank != self.topology.rank)
+        with waiting_for(f"{what} of each replica ({others})"):
+            arriving = {rank: stream.receive(None, tag) for rank, stream in self._streams.items()}
+            leaving = [stream.send(own, tag) for stream in self._streams.values()]
+            for message in (*arriving.values(), *leaving):
+                message.wait(self.timeout, raise_failure)
+        return [arriving[rank].data if rank in arriving else own for rank in self.topology.data_ranks]
 
     def _connected(self) -> dict[int, Stream]:
         """Streams to the other replicas, by rank."""
@@ -149,10 +145,10 @@ class Replicas:
         found = connect(store, rank, wanted, self.timeout, raise_failure)
         return {other: stream for (other, _), stream in found.items()}
 
-    def _new_group(self, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    def _new_group(self, timeout: timedelta) -> dist.ProcessGroup:
         """The group of this stage's replicas. Every rank of the world makes those of all stages, as torch asks."""
         members = [tuple(replace(self.topology, rank=rank).data_ranks) for rank in range(self.topology.world_size)]
-        groups = {ranks: new_group(ranks, timeout, backend) for ranks in dict.fromkeys(members)}
+        groups = {ranks: new_group(ranks, timeout, None) for ranks in dict.fromkeys(members)}
         return groups[tuple(self.topology.data_ranks)]
 
 
