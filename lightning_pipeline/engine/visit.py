@@ -254,21 +254,27 @@ class Visit:
             found = program.gradient_strides[key] = GradientStrides(specs)
         return found
 
-    def _pass_over(self, state: Microbatch) -> None:
-        """Receive and send gradients without computing any, so that every posted receive is matched."""
-        self._gradients(state, state.on(self.visit))
-        assert state.program is not None
-        self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
+    def _to_go_back(self, microbatch: int) -> Microbatch | None:
+        """The micro-batch, if there is something to compute.
+
+        For one that is passed over, gradients are received and sent, so that every posted receive is matched.
+        """
+        state = self._microbatches[microbatch]
+        if state.is_done:
+            return None
+        if state.is_passed_over:
+            self._gradients(state, state.on(self.visit))
+            assert state.program is not None
+            self._pass_back(state, [None] * len(state.program.returning(self.visit, state.loss_value)))
+            return None
+        state.let_age()
+        return state
 
     def backward(self, microbatch: int) -> None:
         """Run backward from the loss and from the outputs that were sent."""
-        state = self._microbatches[microbatch]
-        if state.is_done:
+        state = self._to_go_back(microbatch)
+        if state is None:
             return
-        if state.is_passed_over:
-            self._pass_over(state)
-            return
-        state.let_age()
         roots, gradients = self._roots(state)
         inside = state.on(self.visit)
         with caught(self._leaves(state, inside)) as found:
@@ -283,13 +289,9 @@ class Visit:
 
     def backward_input(self, microbatch: int) -> None:
         """Compute the gradients of the received inputs, which the previous visit waits for."""
-        state = self._microbatches[microbatch]
-        if state.is_done:
+        state = self._to_go_back(microbatch)
+        if state is None:
             return
-        if state.is_passed_over:
-            self._pass_over(state)
-            return
-        state.let_age()
         inside = state.on(self.visit)
         leaves = self._leaves(state, inside)
         roots, gradients = self._roots(state)
