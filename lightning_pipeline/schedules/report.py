@@ -59,7 +59,7 @@ class Report:
         return path
 
 
-def report_of_records(records: Records, title: str = "") -> Report:
+def report_of_records(records: Records) -> Report:
     """The report of a recorded run.
 
     Raises:
@@ -81,7 +81,7 @@ def report_of_records(records: Records, title: str = "") -> Report:
         stages = list(advice.get("stages") or records.run["stages"])
         kept = {n: float(stage["kept_bytes"]) for n, stage in enumerate(stages) if stage.get("kept_bytes")}
         report = Report(
-            title or f"{records.run['module']}, schedule {records.run['schedule']}",
+            f"{records.run['module']}, schedule {records.run['schedule']}",
             "ms",
             labels_of(steps[-1][2][:num_shown]),
             [_step(f"step {number}", pipelines[:num_shown], kept) for number, _, pipelines in steps],
@@ -115,7 +115,6 @@ def report_of_simulation(
     scale: float = 1.0,
     stages: Sequence[Mapping[str, Any]] = (),
     stage_config: Mapping[str, int | str] | None = None,
-    moves: Sequence[Mapping[str, Any]] = (),
     offload: float = 0,
 ) -> Report:
     """The report of a schedule, or of a plan.
@@ -134,7 +133,7 @@ def report_of_simulation(
     kept = {number: float(stage.get("kept_bytes") or 0) for number, stage in enumerate(stages)}
     ranks = [RecordedStep(rank, list(row), offload=offload) for rank, row in enumerate(simulation.spans)]
     step = _step("", [ranks], kept, scale=scale, is_simulated=True)
-    return Report(title, unit, labels_of([ranks]), [step], list(stages), list(moves), "", stage_config or {})
+    return Report(title, unit, labels_of([ranks]), [step], list(stages), stage_config=stage_config or {})
 
 
 def labels_of(pipelines: Pipelines) -> list[str]:
