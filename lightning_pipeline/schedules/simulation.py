@@ -8,11 +8,11 @@ B computes them), W the gradients of its weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_pipeline.schedules.offloading import HostLink, away_in, by_place, changes_of
+from lightning_pipeline.schedules.offloading import HostLink, changes_of
 from lightning_pipeline.schedules.schedule import Action, Kind, Schedule, format_grid
 from lightning_pipeline.schedules.validation import ScheduleError
 
@@ -289,39 +289,33 @@ def peak_bytes(
         sent: bytes of `kept` that go to host memory while a micro-batch waits (``offloading.away_in``).
     """
     during = {Kind.F: forward or kept, Kind.B: backward or kept, Kind.I: backward or kept}
-    peaks = []
-    for order in schedule.compute().orders:
-        live: float = 0  # stays whole where sizes are
-        peak: float = 0
-        changes = changes_of(order, sent)
-        for place, action in enumerate(order):
-            stage = action.stage
-            live += changes.get(place, 0)
-            others = live - kept[stage] * (action.kind is not Kind.F)
-            peak = max(peak, live, others + during.get(action.kind, kept)[stage])
-            if action.kind is Kind.F:
-                live += kept[stage]
-            elif action.kind in (Kind.B, Kind.W):
-                live -= kept[stage]
-        peaks.append(max(peak, live))
-    return peaks
+    return [_peak(order, kept, during, sent) for order in schedule.compute().orders]
 
 
 def live_activations(schedule: Schedule, offload: float = 0) -> list[float]:
     """For each virtual stage, the most micro-batches whose activations it holds at once; `offload` as in `simulate`."""
-    live: list[float] = [0] * schedule.num_stages
-    peaks: list[float] = [0] * schedule.num_stages
-    for order in schedule.compute():
-        away = away_in(order) if offload else []
-        gone, back = by_place(away, "gone"), by_place(away, "back")
-        for place, action in enumerate(order):
-            for some, share in ((gone, -offload), (back, offload)):
-                for one in some.get(place, ()):
-                    live[one.stage] += share
-                    peaks[one.stage] = max(peaks[one.stage], live[one.stage])
-            if action.kind is Kind.F:
-                live[action.stage] += 1
-                peaks[action.stage] = max(peaks[action.stage], live[action.stage])
-            elif action.kind in (Kind.B, Kind.W):
-                live[action.stage] -= 1
-    return peaks
+    orders = schedule.compute().orders
+    found = []
+    for stage, rank in enumerate(schedule.placement):
+        own = [int(other == stage) for other in range(schedule.num_stages)]
+        found.append(_peak(orders[rank], own, {}, [offload * one for one in own] if offload else ()))
+    return found
+
+
+def _peak(
+    order: Sequence[Action], kept: Sequence[float], during: Mapping[Kind, Sequence[float]], sent: Sequence[float]
+) -> float:
+    """The most bytes that a rank holds at once; `during` has what kinds of actions take of their own micro-batch."""
+    live: float = 0  # stays whole where sizes are
+    peak: float = 0
+    changes = changes_of(order, sent)
+    for place, action in enumerate(order):
+        stage = action.stage
+        live += changes.get(place, 0)
+        others = live - kept[stage] * (action.kind is not Kind.F)
+        peak = max(peak, live, others + during.get(action.kind, kept)[stage])
+        if action.kind is Kind.F:
+            live += kept[stage]
+        elif action.kind in (Kind.B, Kind.W):
+            live -= kept[stage]
+    return max(peak, live)
