@@ -42,8 +42,8 @@ class _Wait(NamedTuple):
     """
 
     what: str
-    rank: int | None = None
-    route: str = ""
+    rank: int | None
+    route: str
 
 
 class Waits:
@@ -79,7 +79,7 @@ class Waits:
         self._streams = watched  # at once, as another thread looks
 
     @contextmanager
-    def for_message(self, what: str, rank: int, route: str) -> Iterator[None]:
+    def for_message(self, what: str, rank: int | None, route: str) -> Iterator[None]:
         """Wraps a wait for a message. Those of other threads are not looked at, as a rank may go on beside them."""
         if threading.get_ident() != self._thread:
             yield
@@ -93,15 +93,9 @@ class Waits:
     @contextmanager
     def for_all(self, what: str) -> Iterator[None]:
         """Wraps a wait until every rank of the run comes to the same call."""
-        if threading.get_ident() != self._thread:
+        self._num_for_all += threading.get_ident() == self._thread
+        with self.for_message(f"{what} with", None, ""):
             yield
-            return
-        self._num_for_all += 1
-        around, self._current = self._current, _Wait(f"{what} with")
-        try:
-            yield
-        finally:
-            self._current = around
 
     # -- in a thread of its own ---------------------------------------------------------------------------------------
 
