@@ -90,7 +90,7 @@ def zeros_like(spec: TensorSpec) -> Tensor:
 
 
 _ALIGNMENT = 8
-"""In bytes. Every dtype can view memory that begins at a multiple of it."""
+"""In bytes. Every dtype but complex128 can view memory that begins at a multiple of it."""
 
 
 def num_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -118,6 +118,8 @@ def from_bytes(content: Tensor, spec: TensorSpec, begin: int = 0) -> Tensor:
         begin: where the stage has it in memory (`memory.beginning`).
     """
     meta = wire(spec)
+    if content.storage_offset() % meta.dtype.itemsize:
+        content = content.clone()
     return begun_at(laid_out(content.view(meta.dtype).as_strided(meta.shape, meta.stride), spec.stride), begin)
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.runtime import backends
+from lightning_pipeline.runtime.tensor_meta import as_bytes, from_bytes, num_bytes, places
 from lightning_pipeline.runtime.topology import Channel, Route, routes_along
 from lightning_pipeline.strategy.local_module import _checksum
 from tests.launching import PATIENCE_S, launch
@@ -92,6 +94,18 @@ def test_bytes_of_parts_of_a_memory() -> None:
         assert backends.bytes_of(part).view(torch.float32).tolist() == part.flatten().tolist()
         backends.bytes_of(part).fill_(0)  # a view, into which messages are received
         assert not part.any()
+
+
+def test_values_of_all_dtypes_travel_in_one_message() -> None:
+    values = [torch.ones(1), torch.tensor(1 - 2j, dtype=torch.complex128), torch.ones(2, 3).t(), torch.tensor(True)]
+    specs = [TensorSpec.of(value) for value in values]
+    message = torch.zeros(num_bytes(specs), dtype=torch.uint8)
+    for value, spec, place in zip(values, specs, places(specs), strict=True):
+        message[place] = as_bytes(value, spec)
+    for value, spec, place in zip(values, specs, places(specs), strict=True):
+        arrived = from_bytes(message[place], spec)
+        assert arrived.equal(value)
+        assert (arrived.dtype, arrived.stride()) == (value.dtype, value.stride())
 
 
 def test_values_of_ranks_are_compared_wherever_they_lie_in_memory() -> None:
