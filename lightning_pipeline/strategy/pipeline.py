@@ -150,7 +150,6 @@ class PipelineStrategy(SessionStrategy):
         validation.check_arguments(self, self.schedule_choice)
         self.tensor_group: TensorGroup | None = None
         self.context_group: TensorGroup | None = None
-        """The number of replicas that hooks were told before set-up, in this run."""
         self._restores_late: bool | None = None  # in this run; None until Lightning has asked
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -64,6 +64,7 @@ class ProcessStrategy(ParallelStrategy):
         self.num_nodes = 1
         self.peers = Peers()
         self.told_replicas: int | None = None
+        """The number of replicas that hooks were told before set-up, in this run."""
         self._in_run = ExitStack()
         self._is_preparing = False  # code that runs is `prepare_data`, for which the other ranks wait
         self._log_dirs: dict[Any, Any] = {}  # that the first rank has told in this run, by this rank's own
