@@ -161,7 +161,7 @@ def _share_on_device(wanted: Sequence[Wanted], transport: Transport, rank: int) 
                 one.data = from_bytes(table[one.owner, place].clone(), one.spec)
     for one in wanted:
         if not _is_small(one.spec):
-            one.data = transport.spread_on_device(one.data, one.spec, one.owner, "a value of the step")
+            one.data = transport.spread_on_device(one.data, one.spec, one.owner)
 
 
 def check_on_the_way(

@@ -55,6 +55,12 @@ def new_group(ranks: Sequence[int] | None, timeout: timedelta, backend: str | No
         return dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=backend)
 
 
+def own_group(of_all: Iterable[Sequence[int]], rank: int, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
+    """The group of a rank, of those that divide the world among them. Every rank has to make all, as torch asks."""
+    groups = [(ranks, new_group(ranks, timeout, backend)) for ranks in of_all]
+    return next(group for ranks, group in groups if rank in ranks)
+
+
 def check_environment(backend: str) -> None:
     """Check that each pair of ranks has a stream of its own, without which the first rule cannot be kept.
 

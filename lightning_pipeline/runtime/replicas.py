@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline import _torch
-from lightning_pipeline.runtime.backends import broadcast, new_group, warm_up
+from lightning_pipeline.runtime.backends import broadcast, own_group, warm_up
 from lightning_pipeline.runtime.connecting import connect
 from lightning_pipeline.runtime.endpoint import view_of
 from lightning_pipeline.runtime.errors import ranks
@@ -45,7 +45,8 @@ class Replicas:
     def __init__(self, topology: Topology, timeout: timedelta) -> None:
         self.topology = topology
         self.timeout = timeout
-        self.group = self._new_group(timeout)
+        of_all = {tuple(replace(topology, rank=rank).data_ranks): None for rank in range(topology.world_size)}
+        self.group = own_group(of_all, topology.rank, timeout, None)
         warm_up(self.group)
         self._streams = self._connected()
 
@@ -144,12 +145,6 @@ class Replicas:
         wanted = [(other, 0) for other in self.topology.data_ranks if other != rank]
         found = connect(store, rank, wanted, self.timeout, raise_failure)
         return {other: stream for (other, _), stream in found.items()}
-
-    def _new_group(self, timeout: timedelta) -> dist.ProcessGroup:
-        """The group of this stage's replicas. Every rank of the world makes those of all stages, as torch asks."""
-        members = [tuple(replace(self.topology, rank=rank).data_ranks) for rank in range(self.topology.world_size)]
-        groups = {ranks: new_group(ranks, timeout, None) for ranks in dict.fromkeys(members)}
-        return groups[tuple(self.topology.data_ranks)]
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, *, sync_grads: bool = False) -> Tensor:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -180,24 +178,16 @@ class Topology:
         return f"rank {rank} (virtual stages {' and '.join(stages)})"
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """A DeviceMesh with dimensions ``("stage", "data")``. Every rank calls it, as it makes process groups.
+        """A DeviceMesh for tensor or context parallelism. Every rank calls it, as it makes process groups.
 
-        With tensor parallelism they are ``("stage", "data_parallel", "tensor_parallel")``, the names that modules for
-        Lightning's ModelParallelStrategy expect; with context parallelism the last one is ``"context_parallel"``.
-
-        Raises:
-            RuntimeError: torch.distributed is not initialised.
+        Its dimensions are ``("stage", "data_parallel", "tensor_parallel")``, the names that modules for Lightning's
+        ModelParallelStrategy expect; with context parallelism the last one is ``"context_parallel"``.
         """
-        if not dist.is_initialized():
-            raise RuntimeError("Topology.mesh needs torch.distributed: call init_process_group first")
         from torch.distributed.device_mesh import init_device_mesh
 
-        shape: tuple[int, ...] = (self.num_stages, self.data_parallel_size)
-        names: tuple[str, ...] = ("stage", "data")
-        if self.replica_size > 1:
-            inner = "tensor_parallel" if self.tensor_parallel_size > 1 else "context_parallel"
-            shape, names = (*shape, self.replica_size), ("stage", "data_parallel", inner)
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+        inner = "tensor_parallel" if self.tensor_parallel_size > 1 else "context_parallel"
+        shape = (self.num_stages, self.data_parallel_size, self.replica_size)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("stage", "data_parallel", inner))
 
 
 class Channel(IntEnum):

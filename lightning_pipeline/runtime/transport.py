@@ -22,7 +22,7 @@ from lightning_pipeline.runtime.backends import (
     check_environment,
     first_uses,
     flat,
-    new_group,
+    own_group,
     to_wire,
     warm_up,
 )
@@ -241,14 +241,14 @@ class Transport(Connection):
             dist.all_gather_into_tensor(flat(gathered), flat(values), self._on_device)
         return gathered.view(self.num_stages, len(values))
 
-    def spread_on_device(self, tensor: Tensor | None, spec: TensorSpec, owner: int, what: str) -> Tensor:
-        """Give every stage the tensor of its owner; the others pass None. It is strided."""
+    def spread_on_device(self, tensor: Tensor | None, spec: TensorSpec, owner: int) -> Tensor:
+        """Give every stage the tensor of its owner, a value of the step; the others pass None. It is strided."""
         meta = wire(spec)
         if tensor is None:
             buffer = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.device)
         else:
             buffer = conform(tensor.detach(), spec)
-        with waiting_for(what):
+        with waiting_for("a value of the step"):
             dist.broadcast(flat(buffer), group=self._on_device, group_src=owner)
         return laid_out(buffer, spec.stride) if tensor is None else tensor
 
@@ -328,11 +328,9 @@ class Transport(Connection):
         return {(places[rank], number): stream for (rank, number), stream in found.items()}
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """The group of this pipeline's ranks. Every rank of the world makes those of all pipelines, as torch asks."""
-        for pipeline in range(self.topology.num_pipelines):
-            group = new_group(self.topology.ranks_of_pipeline(pipeline), self.timeout, backend)
-            if pipeline == self.topology.pipeline:
-                own = group
+        """The group of this pipeline's ranks."""
+        pipelines = map(self.topology.ranks_of_pipeline, range(self.topology.num_pipelines))
+        own = own_group(pipelines, self.topology.rank, self.timeout, backend)
         self._groups.append(own)
         return own
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeline import _torch
-from lightning_pipeline.runtime.backends import broadcast, new_group, warm_up
+from lightning_pipeline.runtime.backends import broadcast, own_group, warm_up
 from lightning_pipeline.runtime.failure import waiting_for
 from lightning_pipeline.runtime.topology import Topology
 
@@ -72,7 +72,6 @@ class TensorGroup:
 
 
 def _neighbours(size: int, topology: Topology, timeout: timedelta, backend: str | None) -> dist.ProcessGroup:
-    """The group of this rank among those of so many neighbours. Every rank of the world makes all, as torch asks."""
-    starts = range(0, topology.world_size, size)
-    groups = [new_group(tuple(range(start, start + size)), timeout, backend) for start in starts]
-    return groups[topology.rank // size]
+    """The group of this rank among those of so many neighbours."""
+    of_all = [range(start, start + size) for start in range(0, topology.world_size, size)]
+    return own_group(of_all, topology.rank, timeout, backend)

@@ -6,7 +6,6 @@ import copy
 import pickle
 
 import pytest
-import torch.distributed as dist
 
 from lightning_pipeline.runtime.topology import ReplicaRank, Topology
 
@@ -50,19 +49,6 @@ def test_impossible_numbers() -> None:
         Topology(num_ranks_per_pipeline=0, world_size=2, rank=0)
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.1, got 2"):
         Topology(num_ranks_per_pipeline=2, world_size=2, rank=2)
-
-
-def test_mesh() -> None:
-    topology = Topology(num_ranks_per_pipeline=1, world_size=1, rank=0)
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        topology.mesh("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = topology.mesh("cpu")
-        assert mesh.mesh_dim_names == ("stage", "data")
-        assert mesh.shape == (1, 1)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_rank_in_a_hook_counts_replicas_and_is_one_process() -> None:
