@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -66,19 +67,15 @@ class _ByHand(CountedDraws):
         return found
 
 
+@dataclass(eq=False)
 class OneRankStep:
     """A step whose micro-batches run one after another, as in one process that accumulates gradients."""
 
-    def __init__(
-        self,
-        shared: RankResources,
-        work: StepTask,
-        states: list[Microbatch],
-        live: LiveCount,
-        observe: Callable[[Span], None] | None,
-    ) -> None:
-        self._shared, self._work, self._states, self._live = shared, work, states, live
-        self._observe = observe
+    _shared: RankResources
+    _work: StepTask
+    _states: list[Microbatch]
+    _live: LiveCount
+    _observe: Callable[[Span], None] | None
 
     def run_micro_batches(self, program: RankProgram) -> None:
         """Run forward and backward of each micro-batch in turn.

@@ -213,7 +213,7 @@ class PipelineGradReducer:
             for group in groups:
                 group = sorted(group, reverse=True)  # backward reaches the last parameters first
                 self._buckets += into_buckets(group, [likes[place] for place in group], self._bucket_bytes)
-        return _Step(self, self._group, self._buckets, take, publish)
+        return _Step(self, take, publish)
 
 
 class _Step:
@@ -227,16 +227,12 @@ class _Step:
     def __init__(
         self,
         reducer: PipelineGradReducer,
-        group: dist.ProcessGroup | None,
-        buckets: list[Bucket],
         take: Callable[[int], Tensor | None],
         publish: Callable[[int, Tensor | None], None],
     ) -> None:
         self._reducer = reducer
-        self._group = group
-        self._buckets = buckets
-        self._take = take
-        self._publish = publish
+        self._buckets = reducer._buckets
+        self._take, self._publish = take, publish
         self._final: set[int] = set()
         self._sums: list[BucketReduction] = []
         self._is_alone = reducer.num_replicas == 1
@@ -274,7 +270,7 @@ class _Step:
         divisor = self._reducer.num_replicas if self._divides_before(bucket.dtype) else 1
         timed = self._reducer.observe is not None
         with self._summing(len(self._sums), bucket):
-            self._sums.append(BucketReduction(bucket, gradients, self._group, divisor=divisor, timed=timed))
+            self._sums.append(BucketReduction(bucket, gradients, self._reducer._group, divisor=divisor, timed=timed))
 
     def _wait(self, number: int, started: BucketReduction) -> None:
         with self._summing(number, started.bucket):

@@ -146,9 +146,7 @@ class Suspended:
         self._is_ours.acquire()
         while self._request is not None:
             self._fulfil(self._request)
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise_error()
         assert self._meeting is not None
         return self._meeting
 
@@ -169,13 +167,8 @@ class Suspended:
     def ask(self, request: Callable[[], Any]) -> Any:
         """Have the thread that resumes the step run a function. Called in the step's thread. Returns its result."""
         self._request = request
-        self._is_ours.release()
-        self._is_its_turn.acquire()
-        if self._is_closed:
-            raise _ClosedError
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._give_turn()
+        self._raise_error()
         return self._answer
 
     def close(self) -> None:
@@ -223,11 +216,21 @@ class Suspended:
         if self._is_closed:
             raise _ClosedError
         self._come_to(meeting)
+        self._give_turn()
+        return self._answer
+
+    def _give_turn(self) -> None:
+        """Let the thread that resumes the step go on, until it resumes it again."""
         self._is_ours.release()
         self._is_its_turn.acquire()
         if self._is_closed:
             raise _ClosedError
-        return self._answer
+
+    def _raise_error(self) -> None:
+        """Raise what the other thread has raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _come_to(self, meeting: SyncPoint) -> None:
         meeting.deferred, self._deferred = self._deferred, []
