@@ -106,7 +106,7 @@ class SessionStrategy(ProcessStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self.module
-        validation.check_module(module, trainer)
+        validation.check_trainer(trainer)
         validation.check_precision(self.precision_plugin, is_single_process=self.is_single_process)
         if not self.is_single_process:
             leave_modules_unnamed(trainer)

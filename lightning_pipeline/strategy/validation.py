@@ -147,8 +147,8 @@ def _check_count(name: str, value: Any, most: int) -> None:
         raise ValueError(f"{name} is at most {most:,}, got {shown(value)}")
 
 
-def check_module(module: LightningModule, trainer: Trainer) -> None:
-    """Raise a TypeError or ValueError for a module or Trainer that a pipeline cannot run."""
+def check_trainer(trainer: Trainer) -> None:
+    """Raise a TypeError or ValueError for sources of data or callbacks that a pipeline cannot run."""
     for source in data_sources(trainer):
         check_name(source)
     if trainer.world_size == 1:
