@@ -29,7 +29,7 @@ from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.hooks import loader_changes
 from lightning_pipeline.hooks.loader_changes import SENT, Change, Known, Made, Path
 from lightning_pipeline.partition.attributes import Slots, slots_of
-from lightning_pipeline.recording.function_state import is_of_others
+from lightning_pipeline.recording.reachable_state import is_of_others
 
 MOST = 1000
 """Objects that are looked at. They are met in the order of their distance from the loader."""

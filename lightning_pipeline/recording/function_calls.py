@@ -6,7 +6,8 @@ number that it has in one process. What else only one stage would do is refused,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import SeededDraws, python_generators, set_python_generators
-from lightning_pipeline.recording.function_state import Found, FunctionState, changed, objects_in, state_of, use_of
+from lightning_pipeline.recording.function_state import Use, objects_in, use_of
 from lightning_pipeline.recording.inference import CallError, Result
+from lightning_pipeline.recording.reachable_state import Places
 
 APPLY = vars(_torch.FunctionBase)["apply"]
 """The C++ `apply` of all functions."""
@@ -54,18 +56,15 @@ class _Refused(TorchFunctionMode):
 def applying(cls: Any) -> Callable[..., Any]:
     """A function that calls ``cls.apply``, as an event has it.
 
-    What the class uses of Python when a step calls it comes last (`FunctionState`), if it uses anything.
+    What the class uses of Python when a step calls it comes last (`Use`), if it uses anything.
     """
     guarded = _guarded(cls)
     apply = APPLY.__get__(None, guarded)
 
     def function(*args: Any, **kwargs: Any) -> Any:
         before = dict(vars(cls))
-        state = args[-1] if args and type(args[-1]) is FunctionState else None
-        if state is None:
-            found = apply(*args, **kwargs)
-        else:
-            found = _applied_with(state, cls, guarded, apply, args[:-1], kwargs)
+        use = args[-1] if args and type(args[-1]) is Use else None
+        found = apply(*args, **kwargs) if use is None else _applied_with(use, cls, guarded, apply, args[:-1], kwargs)
         _check_left_alone(cls, before, "forward")
         return found
 
@@ -88,25 +87,23 @@ def are_hooked_by_module(function: Any, args: Any) -> bool:
     return is_hooking and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
 
 
-def with_state(function: Any, args: Any) -> Any:
+def with_use(function: Any, args: Any, known: OrderedDict[Any, Places]) -> Any:
     """The arguments of an `applying` function, and what it uses of Python now."""
     cls = getattr(function, "applies", None)
-    state = None if cls is None or cls.__module__.startswith("torch.") else state_of(cls, args)
-    return args if state is None else (*args, state)
+    use = None if cls is None or cls.__module__.startswith("torch.") else use_of(known, cls, args)
+    return args if use is None else (*args, use)
 
 
-def _applied_with(
-    state: FunctionState, cls: Any, guarded: Any, apply: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _applied_with(use: Use, cls: Any, guarded: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What a function gives, whose backward finds the same state as its forward."""
     objects = objects_in(args)
-    _check_unchanged(cls, state, use_of(cls, objects))
-    outer, guarded.expected = guarded.expected, (state, objects)
+    _check_unchanged(cls, use, objects)
+    outer, guarded.expected = guarded.expected, (use, objects)
     try:
         found = apply(*args, **kwargs)
     finally:
         guarded.expected = outer
-    if (name := changed(state.found, use_of(cls, objects))) is not None:
+    if (name := use.changed(objects)) is not None:
         raise _done_by_one_stage(cls, "forward", f"changes {name}")
     return found
 
@@ -121,9 +118,9 @@ def _guarded(cls: Any) -> Any:
     def checked(ctx: Any, *gradients: Any) -> Any:
         before, parameters = dict(vars(cls)), getattr(ctx, _GIVEN, ())
         gradients_before = [_gradient(parameter) for parameter in parameters]
-        state, objects = getattr(ctx, _EXPECTED, (None, ()))
-        if state is not None:
-            _check_unchanged(cls, state, use_of(cls, objects))
+        use, objects = getattr(ctx, _EXPECTED, (None, ()))
+        if use is not None:
+            _check_unchanged(cls, use, objects)
         with _Refused(cls.__name__):
             found = backward(ctx, *gradients)
         _check_left_alone(cls, before, "backward")
@@ -134,7 +131,7 @@ def _guarded(cls: Any) -> Any:
                 f"parameters as arguments and return their gradients, as torch.autograd.grad has them; "
                 f"torch.utils.checkpoint recomputes layers"
             )
-        if state is not None and (name := changed(state.found, use_of(cls, objects))) is not None:
+        if use is not None and (name := use.changed(objects)) is not None:
             raise _done_by_one_stage(cls, "backward", f"changes {name}")
         return found
 
@@ -173,9 +170,9 @@ def _gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def _check_unchanged(cls: Any, state: FunctionState, now: Found) -> None:
+def _check_unchanged(cls: Any, use: Use, objects: Sequence[Any]) -> None:
     """Refuse to compute with other things of Python than the step had."""
-    if (name := changed(state.found, now)) is not None:
+    if (name := use.changed(objects)) is not None:
         code = cls.forward.__code__
         raise CallError(
             f"{cls.__name__} uses {name}, which is another one now than when the step called {cls.__name__}.apply, as "

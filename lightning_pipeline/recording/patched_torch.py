@@ -17,7 +17,7 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of
 from lightning_pipeline.partition.users_code import in_hook, users_line
 from lightning_pipeline.recording.contexts import contexts_refused
-from lightning_pipeline.recording.function_calls import APPLY, applying, are_hooked_by_module, with_state
+from lightning_pipeline.recording.function_calls import APPLY, applying, are_hooked_by_module, with_use
 from lightning_pipeline.recording.patched_layers import nested_tensors_padded
 from lightning_pipeline.recording.process_flags import flags_of_steps
 from lightning_pipeline.recording.scripted import scripted_seen
@@ -105,7 +105,7 @@ def _as_function(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
     # As where torch gives a mode a function: without the mode, for the functions in this one are its own matter.
     with _torch.innermost_mode_taken_off() as mode:
-        found = mode.__torch_function__(function, (), with_state(function, args), kwargs)
+        found = mode.__torch_function__(function, (), with_use(function, args, recording.recorder.places), kwargs)
     recording.note_draws_within(function)
     return found
 

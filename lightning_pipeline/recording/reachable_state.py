@@ -16,9 +16,10 @@ import dis
 import inspect
 import itertools
 import random
+import sys
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
@@ -30,14 +31,14 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.partition.attributes import attributes_of
 from lightning_pipeline.partition.placeholder import Placeholder
-from lightning_pipeline.recording.function_state import is_of_others, names_in
 from lightning_pipeline.recording.operation import is_atom
 
 _MAX_REACHED = 20_000
@@ -60,57 +61,70 @@ _ITERATORS: tuple[type, ...] = (
 _WITH_STATE = (random.Random, np.random.Generator, np.random.RandomState, itertools.count, *_ITERATORS)
 _LEADING = (nn.Module, MethodType, partial, list, tuple, dict, set, deque, SimpleNamespace, argparse.Namespace)
 """What leads on, whoever has made it."""
+_OTHERS = frozenset(("torch", "numpy", "triton", "lightning_pipeline", *PACKAGES)) | sys.stdlib_module_names
+"""Modules whose functions and attributes count as fixed."""
 _NOTHING = object()
 
+T = TypeVar("T")
 State = list[Any]
 
 
 class Places:
-    """The places that a function can change.
+    """The places that functions and objects can change.
+
+    Args:
+        labels: what objects are called, by their ids; others go by the names of their classes.
+        of_use: all that the code works with by name, whether it can change it or not, as it is compared later: what is
+            in containers, and which tensors there are. No random states.
 
     Attributes:
+        names: of the places.
         reached: what was searched, which keeps its ids from being given to others.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        search = _Search()
+    def __init__(self, roots: Iterable[Any], labels: Mapping[int, str] | None = None, *, of_use: bool = False) -> None:
+        search = _Search(labels or {}, of_use)
         search.run(roots)
         self.reached = search.reached
-        self._draws = search.draws
+        self._of_use = of_use
         self._places: list[tuple[str, Any, str]] = []
         self._cells: list[tuple[str, Any]] = []
         for value in search.reached.values():
-            self._add(value, search.names, search.stored)
+            self._add(value, search)
+        self.names = [name for name, *_ in (*self._places, *self._cells)]
+        self._draws = search.draws and not of_use
+        if self._draws:
+            self.names += ["the state of Python's generator", "the state of numpy's generator"]
+        self._led_to = self._leading() if of_use else []
 
-    def _add(self, value: Any, names: frozenset[str], stored: frozenset[str]) -> None:
-        if isinstance(value, FunctionType):
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                self._cells.append((name, cell))
-            used = names_in(value.__code__)
-            attributes = vars(value)
-            self._places += [
-                (f"{value.__name__}.{name}", attributes, name) for name in names | stored if name in attributes
-            ]
-            self._places += [
-                (name, value.__globals__, name) for name in used if _may_change(value.__globals__, name, stored)
-            ]
-            return
-        space = attributes_of(value)
-        if isinstance(value, ModuleType):
-            self._places += [(f"{value.__name__}.{name}", space, name) for name in stored if name in vars(value)]
-            return
+    def _add(self, value: Any, search: _Search) -> None:
+        space: Any = attributes_of(value)
         if space is None:
             return
-        owner = value if isinstance(value, type) else type(value)
-        own = _OF_MODULES if isinstance(value, nn.Module) else ()
-        is_of_user = not is_of_others(owner.__module__)
-        self._places += [
-            (f"{owner.__name__}.{name}", space, name)
-            for name in names | stored
-            if name not in own and (is_of_user or name in space) and _may_change(space, name, stored)
-        ]
-        if own and ("register_buffer" in names or not stored.isdisjoint(value._buffers)):
-            self._places.append((f"a buffer of {owner.__name__}", space, "_buffers"))
+        names = search.names | search.stored
+        if isinstance(value, FunctionType):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            self._cells += (one for one in cells if not self._of_use or self._counts(_in_cell(one[1])))
+            self._note("", value.__globals__, names_in(value.__code__), search.stored)
+        owner = value if isinstance(value, (type, FunctionType, ModuleType)) else type(value)
+        if not isinstance(owner, type) or is_of_others(owner.__module__) or (self._of_use and owner is value):
+            names &= space.keys()
+        if isinstance(value, nn.Module):
+            if "register_buffer" in names or not search.stored.isdisjoint(value._buffers):
+                self._places.append((f"a buffer of {owner.__name__}", space, "_buffers"))
+            names -= _OF_MODULES
+        self._note(f"{search.labels.get(id(value), owner.__name__)}.", space, names, search.stored)
+
+    def _note(self, prefix: str, space: Any, names: Iterable[str], stored: frozenset[str]) -> None:
+        self._places += (
+            (prefix + name, space, name) for name in names if name in stored or self._counts(space.get(name, _NOTHING))
+        )
+
+    def _counts(self, value: Any) -> bool:
+        """Whether a value counts where no code sets it."""
+        if self._of_use:
+            return value is not _NOTHING and not _is_fixed(value)
+        return value is None or isinstance(value, (*_CONTAINERS, *_WITH_STATE, Tensor))
 
     def now(self, direct: Iterable[Any] = ()) -> State:
         """What is in the places.
@@ -118,20 +132,28 @@ class Places:
         Args:
             direct: containers that the function was given.
         """
-        found = [_content(space.get(name, _NOTHING)) for _, space, name in self._places]
-        found += [_content(cell) for _, cell in self._cells]
+        found = [_content(space.get(name, _NOTHING), self._of_use) for _, space, name in self._places]
+        found += [_content(cell, self._of_use) for _, cell in self._cells]
         if self._draws:
             found.append(random.getstate())
             found.append(_numpy_state())
-        return found + [_content(one) for one in direct]
+        return found + [_content(one, self._of_use) for one in direct]
 
-    def changed(self, before: State, after: State) -> list[str]:
-        """What differs between two looks: attributes by their owner's class, and others by name."""
-        names = [name for name, _, _ in self._places] + [name for name, _ in self._cells]
-        if self._draws:
-            names += ["the state of Python's generator", "the state of numpy's generator"]
-        names += ["what it was given"] * (len(before) - len(names))
-        found = (name for name, one, other in zip(names, before, after, strict=True) if not _same(one, other))
+    def lead_where_they_did(self) -> bool:
+        """Whether other objects than those that were searched are in no place of use."""
+        return is_same(self._leading(), self._led_to)
+
+    def _leading(self) -> State:
+        return [None if is_atom(one) else one for one in self.now()]
+
+    def changed(self, before: State, after: State, direct: Sequence[str] = ()) -> list[str]:
+        """What differs between two looks: attributes by their owner's class, and others by name.
+
+        Args:
+            direct: the names of the containers.
+        """
+        names = (*self.names, *(direct or ["what it was given"] * (len(before) - len(self.names))))
+        found = (name for name, one, other in zip(names, before, after, strict=True) if not is_same(one, other))
         return list(dict.fromkeys(found))
 
 
@@ -143,25 +165,29 @@ class Look:
     """
 
     def __init__(self, known: OrderedDict[Any, Places], function: Any, args: Iterable[Any]) -> None:
-        roots, self._direct, key = _roots((function, *args))
-        places = known.get(key)
-        if places is None:
-            places = Places(roots)
-            if len(known) >= _MAX_KNOWN:
-                known.popitem(last=False)
-        else:
-            del known[key]
-        known[key] = self._places = places
+        roots, self._direct, key = roots_of((function, *args))
+        places = self._places = known_or_new(known, key, lambda: Places(roots))
         self._before = places.now(self._direct)
 
     def changed(self) -> list[str]:
         after = self._places.now(self._direct)
-        if len(after) == len(self._before) and all(map(_same, self._before, after)):
+        if len(after) == len(self._before) and all(map(is_same, self._before, after)):
             return []
         return self._places.changed(self._before, after)
 
 
-def _roots(values: Iterable[Any]) -> tuple[list[Any], list[Any], Any]:
+def known_or_new(known: OrderedDict[Any, T], key: Any, make: Callable[[], T]) -> T:
+    """What is remembered under a key, or else is made."""
+    if key in known:
+        known.move_to_end(key)
+    else:
+        known[key] = make()
+        if len(known) > _MAX_KNOWN:
+            known.popitem(last=False)
+    return known[key]
+
+
+def roots_of(values: Iterable[Any]) -> tuple[list[Any], list[Any], Any]:
     """What a call begins with, taken apart: functions and objects, containers, and what tells them from others."""
     roots: list[Any] = []
     containers: list[Any] = []
@@ -195,7 +221,9 @@ def _roots(values: Iterable[Any]) -> tuple[list[Any], list[Any], Any]:
 class _Search:
     """Follows code to what it names."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Mapping[int, str], of_use: bool) -> None:
+        self.labels = dict(labels)
+        self._of_use = of_use
         self.names: frozenset[str] = frozenset(("forward", "__call__"))
         self.stored: frozenset[str] = frozenset()
         self.draws = False
@@ -267,7 +295,7 @@ class _Search:
             yield from value.__mro__[1:]
         elif not isinstance(value, ModuleType):
             yield type(value)
-            if isinstance(value, nn.Module):
+            if isinstance(value, nn.Module) and not self._of_use:
                 yield from value._modules.values()
                 for hooks in _HOOKS:
                     yield from vars(value)[hooks].values()
@@ -279,20 +307,36 @@ class _Search:
             names: Iterable[str] = names_in(value.__code__)
         else:
             space, names = attributes_of(value) or {}, self.names
+            if isinstance(value, nn.Module) and self._of_use:
+                space = {**value._modules, **space}
         for name in [name for name in names if name in space]:
             found = space[name]
             if isinstance(value, nn.Module) and name in _OF_MODULES:
                 continue
+            if id(value) in self.labels:
+                self.labels.setdefault(id(found), f"{self.labels[id(value)]}.{name}")
             if isinstance(found, property):
                 yield from (one for one in (found.fget, found.fset) if one is not None)
             else:
                 yield getattr(found, "__func__", found) if isinstance(found, (staticmethod, classmethod)) else found
 
 
-def _may_change(space: Any, name: str, stored: frozenset[str]) -> bool:
-    """Whether a place is set by the code, or has something in it that can change."""
-    value = space.get(name, _NOTHING)
-    return name in stored or value is None or isinstance(value, (*_CONTAINERS, *_WITH_STATE, Tensor))
+def is_of_others(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _OTHERS
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is code, and not what it works with."""
+    if isinstance(value, ModuleType):
+        return is_of_others(value.__name__)
+    return isinstance(value, (type, FunctionType)) or (is_of_others(type(value).__module__) and callable(value))
+
+
+@lru_cache(maxsize=1024)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes that code uses, with that of functions within."""
+    inner = (names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 @lru_cache(maxsize=4096)
@@ -323,63 +367,76 @@ def _numpy_state() -> Any:
     return name, keys.tobytes(), *rest
 
 
-def _content(value: Any, depth: int = 0) -> Any:
-    """What is compared of a value."""
+def _content(value: Any, of_use: bool, depth: int = 0) -> Any:
+    """What is compared of a value. Of use, two containers or generators with the same in them are alike."""
     kind = type(value)
     show = _SHOWN.get(kind)
     if show is None:
         show = _SHOWN[kind] = next((one for base, one in _SHOWING if issubclass(kind, base)), _itself)
-    return value if show is _itself else show(value, depth)
+    if show is _itself:
+        return value
+    shown = show(value, of_use, depth)
+    return shown if of_use else (value, shown)
 
 
-def _itself(value: Any, depth: int) -> Any:
+def _itself(value: Any, of_use: bool, depth: int) -> Any:
     return value
 
 
-def _mapping(value: Any, depth: int) -> Any:
+def _tensor(value: Any, of_use: bool, depth: int) -> Any:
+    if of_use:  # as an object: what is in it comes to stages as to one process
+        return (value,)
+    return value._pl_value if isinstance(value, Placeholder) else value._version
+
+
+def _mapping(value: Any, of_use: bool, depth: int) -> Any:
     if len(value) > _LONG or depth > _MAX_DEPTH:
-        return value, len(value)
-    return value, [(key, _content(item, depth + 1)) for key, item in value.items()]
+        return len(value)
+    return [(key, _content(item, of_use, depth + 1)) for key, item in value.items()]
 
 
-def _sequence(value: Any, depth: int) -> Any:
+def _sequence(value: Any, of_use: bool, depth: int) -> Any:
     if len(value) > _LONG or depth > _MAX_DEPTH:
-        return value, len(value), value[-1] if len(value) else None
-    return value, [_content(item, depth + 1) for item in value]
+        return len(value), value[-1] if len(value) else None
+    return [_content(item, of_use, depth + 1) for item in value]
 
 
-def _set(value: Any, depth: int) -> Any:
-    return value, len(value), sum(map(hash, value)) if len(value) <= _LONG else 0
+def _set(value: Any, of_use: bool, depth: int) -> Any:
+    return len(value), sum(map(hash, value)) if len(value) <= _LONG else 0
 
 
-def _array(value: np.ndarray, depth: int) -> Any:
-    return value, zlib.crc32(value.tobytes()) if value.nbytes <= _LARGE and value.dtype != object else value.size
+def _array(value: np.ndarray, of_use: bool, depth: int) -> Any:
+    is_looked_at = (of_use or value.nbytes <= _LARGE) and value.dtype != object
+    return value.dtype.str, value.shape, zlib.crc32(value.tobytes()) if is_looked_at else 0
 
 
-_SHOWING: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
-    (Placeholder, lambda value, depth: (value, value._pl_value)),
-    (Tensor, lambda value, depth: (value, value._version)),
+def _shown_by(show: Callable[[Any], Any]) -> Callable[[Any, bool, int], Any]:
+    return lambda value, of_use, depth: show(value)
+
+
+_SHOWING: tuple[tuple[Any, Callable[[Any, bool, int], Any]], ...] = (
+    (Tensor, _tensor),
     (np.ndarray, _array),
     (str, _itself),
     (MutableMapping, _mapping),
     ((MutableSequence, tuple, deque), _sequence),
     ((MutableSet, frozenset), _set),
-    (CellType, lambda value, depth: _content(_in_cell(value), depth)),
-    (random.Random, lambda value, depth: value.getstate()),
-    (np.random.Generator, lambda value, depth: repr(value.bit_generator.state)),
-    (np.random.RandomState, lambda value, depth: repr(value.get_state())),
-    (itertools.count, lambda value, depth: repr(value)),
-    (_ITERATORS, lambda value, depth: object()),  # what it is at cannot be told: it counts as changed
+    (CellType, lambda value, of_use, depth: _content(_in_cell(value), of_use, depth)),
+    (random.Random, _shown_by(random.Random.getstate)),
+    (np.random.Generator, _shown_by(lambda value: repr(value.bit_generator.state))),
+    (np.random.RandomState, _shown_by(lambda value: repr(value.get_state()))),
+    (itertools.count, _shown_by(repr)),
+    (_ITERATORS, _shown_by(lambda value: object())),  # what it is at cannot be told: it counts as changed
 )
-_SHOWN: dict[type, Callable[[Any, int], Any]] = {}
+_SHOWN: dict[type, Callable[[Any, bool, int], Any]] = {}
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Whether two contents are alike: the same objects, or equal values of Python's own types."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     return is_atom(one) and repr(one) == repr(other)

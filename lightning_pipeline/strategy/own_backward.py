@@ -3,6 +3,7 @@ micro-batch, as the others have no graph of it."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from lightning_pipeline.partition.placeholder import is_absent
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.backward_calls import backward_from_loss
-from lightning_pipeline.recording.function_state import Found, changed, names_in, note_use
+from lightning_pipeline.recording.function_state import Use
+from lightning_pipeline.recording.reachable_state import Places
 
 from .._lightning import LightningModule
 
@@ -38,6 +40,7 @@ class _Alone(TorchFunctionMode):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self._module = module
+        self._known: OrderedDict[Any, Places] = OrderedDict()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], nn.Parameter) and function_name(func) in _GRADIENTS:
@@ -54,11 +57,12 @@ class _Alone(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        before = self._use()
+        backward = self._module.backward
+        use = Use(self._known, [backward], [self._module], ["self"])
         with self:
-            self._module.backward(loss, *args, **kwargs)
-        if (name := changed(before, self._use())) is not None:
-            code = self._module.backward.__code__
+            backward(loss, *args, **kwargs)
+        if (name := use.changed([self._module])) is not None:
+            code = backward.__code__
             raise NotImplementedError(
                 f"{self._name}.backward changes {name}, on the rank that computes the loss alone "
                 f"({code.co_filename}:{code.co_firstlineno}): do it in on_before_backward or on_after_backward"
@@ -67,9 +71,3 @@ class _Alone(TorchFunctionMode):
     @property
     def _name(self) -> str:
         return type(self._module).__name__
-
-    def _use(self) -> Found:
-        """What the user's method names of the module."""
-        found: Found = []
-        note_use(found, "self", self._module, names_in(self._module.backward.__code__), 0)
-        return found
