@@ -1,77 +1,71 @@
-"""Changes of Python objects: how each kind of object is compared, and how another rank changes its own alike."""
+"""What the first rank's code has changed of Python objects, as it is sent, and how another rank changes its own alike.
+
+A change is pickled by itself: the kind of change, the path of the object, a key, and the value. In the places of
+objects that were there before are their paths.
+"""
 
 from __future__ import annotations
 
-import operator
+import io
 import pickle
-import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-SENT = (list, tuple, dict, set, frozenset, deque, Counter, OrderedDict)
-"""Containers that are sent with what is in them."""
-
-Path = tuple[tuple[str, Any], ...]
-"""How an object is reached from the loader, a kind of step and its name each."""
+from lightning_pipeline.partition.tree import REDUCTIONS
+from lightning_pipeline.recording.object_state import PLAIN, SETTERS, Path
 
 
-class Change(NamedTuple):
-    """The object at a path has other contents: an entry, the entries from one on, or all of it."""
+class ChangePickler(pickle.Pickler):
+    """Pickles one change.
 
-    kind: str
-    path: Path
-    key: Any
-    value: Any
+    Args:
+        paths: of the objects that were there before, by their ids.
+        left: the bytes of tensors and arrays that may still be sent.
+    """
+
+    def __init__(self, file: io.BytesIO, paths: Mapping[int, Path], left: list[int]) -> None:
+        super().__init__(file)
+        self.dispatch_table = REDUCTIONS
+        self._paths, self._left = paths, left
+
+    def persistent_id(self, value: Any) -> Path | None:
+        if type(value) in PLAIN or isinstance(value, type):
+            return None
+        if (path := self._paths.get(id(value))) is not None:
+            return path
+        is_data = isinstance(value, (Tensor, numpy.ndarray))
+        if is_data and self._left[0] >= 0:
+            self._left[0] -= value.nbytes
+        is_odd = isinstance(value, Tensor) and (type(value) is not Tensor or value.is_meta or value.requires_grad)
+        if is_odd or (is_data and self._left[0] < 0) or isinstance(value, nn.Module):
+            raise pickle.PicklingError("it stays on the first rank")
+        return None
 
 
-class Known(NamedTuple):
-    """Takes the place of an object that was there before."""
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, change: bytes, loader: Any) -> None:
+        super().__init__(io.BytesIO(change))
+        self._loader = loader
 
-    path: Path
-
-
-class Made(NamedTuple):
-    """Takes the place of a new object of a class of the user's."""
-
-    cls: type
-    attributes: dict[str, Any]
+    def persistent_load(self, path: Path) -> Any:
+        return _found(path, self._loader)
 
 
-def apply(changes: list[Change], loader: Any) -> None:
+def apply(changes: list[bytes], loader: Any) -> None:
     """On another rank: change what the first rank's code has changed."""
-
-    def received(value: Any) -> Any:
-        cls = type(value)
-        if cls is Known:
-            return _found(value.path, loader)
-        if cls is Made:
-            made = value.cls.__new__(value.cls)
-            vars(made).update(received(value.attributes))
-            return made
-        if cls is defaultdict:
-            return defaultdict(value.default_factory, received(dict(value)))
-        if isinstance(value, dict):
-            return cls({key: received(one) for key, one in value.items()})
-        if cls is deque:
-            return deque(map(received, value), value.maxlen)
-        if cls in SENT:
-            return cls(map(received, value))
-        return cls._make(map(received, value)) if isinstance(value, tuple) and hasattr(cls, "_make") else value
-
     # All are found before any is changed: paths lead through what was there before.
     found = []
     for change in changes:
         with suppress(LookupError, AttributeError, TypeError):  # within what only the first rank has, such as a file
-            found.append((change, _found(change.path, loader), received(change.value)))
-    for change, holder, value in found:
-        _SETTERS[change.kind](holder, change.key, value)
+            kind, path, key, value = _Unpickler(change, loader).load()
+            found.append((kind, _found(path, loader), key, value))
+    for kind, holder, key, value in found:
+        SETTERS[kind](holder, key, value)
 
 
 def _found(path: Path, loader: Any) -> Any:
@@ -84,136 +78,5 @@ def _found(path: Path, loader: Any) -> Any:
         elif kind == "base":
             found = found.__mro__[name]
         else:
-            found = vars(sys.modules[name])
+            found = sys.modules[name]
     return found
-
-
-# -- what differs, by the kind of object: (kind of change, key, value) ------------------------------------------------
-
-
-def of_dict(holder: dict[Any, Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(content, int):
-        for key in list(holder)[content:] if len(holder) > content else ():
-            yield "entry", key, holder[key]
-        return
-    if (
-        len(holder) == len(content)
-        and all(map(operator.is_, holder.values(), content.values()))
-        and [*holder] == [*content]
-    ):
-        return
-    for key in content:
-        if key not in holder:
-            yield "less", key, None
-    for key, value in holder.items():
-        if key not in content or content[key] is not value:
-            yield "entry", key, value
-
-
-def of_names(holder: dict[str, Any], content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name, value in content.items():
-        if (now := holder.get(name)) is not value:
-            yield "entry", name, now
-
-
-def of_list(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(content, int):
-        if len(holder) > content:
-            yield "entries", content, list(holder)[content:]
-        return
-    if len(holder) == len(content) and all(map(operator.is_, holder, content)):
-        return
-    same = 0
-    for one, other in zip(holder, content, strict=False):
-        if one is not other:
-            break
-        same += 1
-    if same < len(holder) or same < len(content):
-        yield "entries", same, list(holder)[same:]
-
-
-def of_set(holder: set[Any], content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if len(holder) != content if isinstance(content, int) else holder != content:
-        yield "all", None, holder.copy()
-
-
-def of_attributes(holder: Any, content: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name, value in content.items():
-        if (now := getattr(holder, name, None)) is not value:
-            yield "attribute", name, now
-
-
-def of_cell(holder: Any, content: Any) -> Iterator[tuple[str, Any, Any]]:
-    if holder.cell_contents is not content:
-        yield "attribute", "cell_contents", holder.cell_contents
-
-
-def of_tensor(holder: Tensor, content: int) -> Iterator[tuple[str, Any, Any]]:
-    if holder._version != content:
-        yield "data", None, holder.detach().clone()
-
-
-def of_array(holder: Any, content: bytes) -> Iterator[tuple[str, Any, Any]]:
-    if holder.tobytes() != content:
-        yield "data", None, holder.copy()
-
-
-def of_generator(holder: Any, content: bytes) -> Iterator[tuple[str, Any, Any]]:
-    if (now := state_of_generator(holder)) != content:
-        yield "state", None, now
-
-
-def state_of_generator(generator: Any) -> bytes:
-    """The state of a generator of random numbers."""
-    if isinstance(generator, torch.Generator):
-        return pickle.dumps(generator.get_state().numpy())
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    if isinstance(generator, numpy.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.get_state())
-
-
-# -- the same change on another rank ----------------------------------------------------------------------------------
-
-
-def _set_entries(holder: Any, start: int, value: list[Any]) -> None:
-    while len(holder) > start:
-        holder.pop()
-    holder.extend(value)
-
-
-def _set_all(holder: Any, _: Any, value: Any) -> None:
-    holder.clear()
-    holder.update(value)
-
-
-def _set_data(holder: Any, _: Any, value: Any) -> None:
-    if type(holder) is Tensor and holder.shape == value.shape:
-        with torch.no_grad():
-            holder.copy_(value)
-    elif isinstance(holder, numpy.ndarray) and holder.shape == value.shape:
-        holder[...] = value
-
-
-def _set_state(holder: Any, _: Any, value: bytes) -> None:
-    state = pickle.loads(value)
-    if isinstance(holder, torch.Generator):
-        holder.set_state(torch.from_numpy(state.copy()))
-    elif isinstance(holder, random.Random):
-        holder.setstate(state)
-    elif isinstance(holder, numpy.random.Generator):
-        holder.bit_generator.state = state
-    else:
-        holder.set_state(state)
-
-
-_SETTERS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "entry": operator.setitem,
-    "less": lambda holder, key, _: holder.pop(key, None),
-    "entries": _set_entries,
-    "all": _set_all,
-    "attribute": setattr,
-    "data": _set_data,
-    "state": _set_state,
-}

@@ -59,19 +59,29 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
     """The states of the global generators of Python, NumPy and torch, on the CPU and on `device`, to be compared."""
-    kind, keys, *rest = numpy.random.get_state(legacy=True)
-    assert isinstance(keys, numpy.ndarray)
     of_torch = [generator.get_state().numpy().tobytes() for generator in generators(device)]
-    return random.getstate(), (kind, keys.tobytes(), *rest), of_torch
+    return *python_states(), of_torch
 
 
 def set_random_states(states: tuple[Any, ...], device: torch.device) -> None:
     """Set them to what they were, or to those of another rank."""
-    python, (kind, keys, *rest), of_torch = states
-    random.setstate(python)
-    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    *of_python, of_torch = states
+    set_python_states(*of_python)
     for generator, state in zip(generators(device), of_torch, strict=True):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def python_states() -> tuple[Any, Any]:
+    """The states of the global generators of Python and NumPy, to be compared."""
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    assert isinstance(keys, numpy.ndarray)
+    return random.getstate(), (kind, keys.tobytes(), *rest)
+
+
+def set_python_states(python: Any, of_numpy: Any) -> None:
+    kind, keys, *rest = of_numpy
+    random.setstate(python)
+    numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
 KEY = "device_random_state"

@@ -16,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.rng import python_states, set_python_states
 from lightning_pipeline.partition.torch_functions import FunctionKind, is_drawing_of_own, kind_of
 from lightning_pipeline.partition.users_code import users_line
-from lightning_pipeline.recording.compiled_calls import SeededDraws, python_generators, set_python_generators
+from lightning_pipeline.recording.compiled_calls import SeededDraws
 from lightning_pipeline.recording.function_state import Use, objects_in, use_of
 from lightning_pipeline.recording.inference import CallError, Result
 from lightning_pipeline.recording.reachable_state import Places
@@ -203,11 +204,11 @@ def inferred(cls: Any, args: Any, infer: Callable[[], Result | None]) -> tuple[R
 
 def _infer_counted(infer: Callable[[], Result | None]) -> tuple[Result | None, int, bool]:
     """What `infer` gives, its number of draws of torch's, and whether it draws from Python's or numpy's generator."""
-    generators = python_generators()
+    generators = python_states()
     with _Counted() as counted:
         found = infer()
-    is_drawn = python_generators() != generators
-    set_python_generators(generators)
+    is_drawn = python_states() != generators
+    set_python_states(*generators)
     return found, counted.number, is_drawn
 
 

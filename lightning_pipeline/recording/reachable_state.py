@@ -16,7 +16,6 @@ import dis
 import inspect
 import itertools
 import random
-import sys
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
@@ -36,9 +35,10 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_pipeline._names import PACKAGES
 from lightning_pipeline.partition.attributes import attributes_of
 from lightning_pipeline.partition.placeholder import Placeholder
+from lightning_pipeline.partition.rng import python_states
+from lightning_pipeline.recording.object_state import is_of_others, names_in
 from lightning_pipeline.recording.operation import is_atom
 
 _MAX_REACHED = 20_000
@@ -61,8 +61,6 @@ _ITERATORS: tuple[type, ...] = (
 _WITH_STATE = (random.Random, np.random.Generator, np.random.RandomState, itertools.count, *_ITERATORS)
 _LEADING = (nn.Module, MethodType, partial, list, tuple, dict, set, deque, SimpleNamespace, argparse.Namespace)
 """What leads on, whoever has made it."""
-_OTHERS = frozenset(("torch", "numpy", "triton", "lightning_pipeline", *PACKAGES)) | sys.stdlib_module_names
-"""Modules whose functions and attributes count as fixed."""
 _NOTHING = object()
 
 T = TypeVar("T")
@@ -135,8 +133,7 @@ class Places:
         found = [_content(space.get(name, _NOTHING), self._of_use) for _, space, name in self._places]
         found += [_content(cell, self._of_use) for _, cell in self._cells]
         if self._draws:
-            found.append(random.getstate())
-            found.append(_numpy_state())
+            found += python_states()
         return found + [_content(one, self._of_use) for one in direct]
 
     def lead_where_they_did(self) -> bool:
@@ -321,22 +318,11 @@ class _Search:
                 yield getattr(found, "__func__", found) if isinstance(found, (staticmethod, classmethod)) else found
 
 
-def is_of_others(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _OTHERS
-
-
 def _is_fixed(value: Any) -> bool:
     """Whether a value is code, and not what it works with."""
     if isinstance(value, ModuleType):
         return is_of_others(value.__name__)
     return isinstance(value, (type, FunctionType)) or (is_of_others(type(value).__module__) and callable(value))
-
-
-@lru_cache(maxsize=1024)
-def names_in(code: CodeType) -> frozenset[str]:
-    """Names of globals and attributes that code uses, with that of functions within."""
-    inner = (names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return frozenset(code.co_names).union(*inner)
 
 
 @lru_cache(maxsize=4096)
@@ -359,12 +345,6 @@ def _in_cell(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _numpy_state() -> Any:
-    state: Any = np.random.get_state()
-    name, keys, *rest = state
-    return name, keys.tobytes(), *rest
 
 
 def _content(value: Any, of_use: bool, depth: int = 0) -> Any:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_pipeline.hooks import loader_changes
 from lightning_pipeline.hooks.first_rank import Asked, Lending
-from lightning_pipeline.hooks.loader_changes import Change
 from lightning_pipeline.hooks.loader_state import LoaderState
 from lightning_pipeline.partition import tree
 from lightning_pipeline.partition.placeholder import TensorSpec
@@ -43,7 +42,7 @@ class _Left(NamedTuple):
     of objects that it refers to."""
 
     drawn: tuple[Any, ...] | None
-    changes: list[Change]
+    changes: list[bytes]
 
 
 class _Before:
