@@ -21,18 +21,14 @@ import functools
 import gc
 import itertools
 import os
-import random
 import sys
 import types
 import warnings
-import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Generic, Protocol
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,22 +37,11 @@ from torch.utils.data import Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline import _torch
-from lightning_pipeline._names import PACKAGES
+from lightning_pipeline.partition.attributes import attributes_of
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.placeholder import Placeholder, become
+from lightning_pipeline.recording.object_state import DICT, LIST, Kind, Path, Walk, is_of_others
 
-MAX_ITEMS = 1000
-"""Longer collections are tables, not what a step collects: their items are restored, but not what is in these."""
-_MAX_OBJECTS = 100_000
-_MAX_ARRAY_BYTES = 1 << 28
-_PLAIN = frozenset(
-    (
-        *(bool, int, float, complex, str, bytes, type(None), type, range, slice, torch.dtype, torch.device),
-        *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
-    )
-)
-_LIBRARIES = frozenset({"torch", "numpy", "lightning_pipeline", *PACKAGES, *sys.stdlib_module_names} - {"__main__"})
-"""Their functions and objects are left alone: restoring a part of their state could make it inconsistent."""
 _DATA = ("torch.utils.data.dataset", "torch.utils.data.sampler")
 """Their classes have no state but what the user's subclasses keep in attributes."""
 _MAX_DATA_BYTES = 1 << 24
@@ -126,8 +111,18 @@ def _is_plain(parameter: Tensor) -> bool:
     return is_plain and not parameter.is_meta and not isinstance(parameter, _torch.FakeTensor)
 
 
-class _Snapshot:
+class _Snapshot(Walk):
     """The state that a step may change."""
+
+    LOOKS = (
+        (Tensor, "look_at_tensor"),
+        (nn.Module, "look_at_object"),
+        ((Optimizer, LRScheduler), "look_at_optimizer"),
+        *Walk.LOOKS,
+        (frozenset, "look_at_frozenset"),
+        (functools._lru_cache_wrapper, "look_at_cache"),
+        (Iterator, "look_at_iterator"),
+    )
 
     def __init__(self, root: nn.Module, others: Iterable[object]) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -135,26 +130,19 @@ class _Snapshot:
             partial(_reset_environment, dict(os.environ)),
             partial(_reset_context, contextvars.copy_context()),
         ]
-        self._once: list[tuple[str, Callable[[], Any], Any]] = []
-        self.parameters = [parameter for parameter in root.parameters() if _is_plain(parameter)]
-        """Those of modules that are kept in lists or objects, such as a teacher, are added below."""
-        own = set(map(id, self.parameters))
-        self._seen: dict[int, Any] = {}  # by id; it keeps the objects alive, or others might get the same id
-        # As the user's code in the module writes them, however they are reached: Lightning puts its bound methods into
-        # callbacks, which are visited before it.
-        self._names = {id(module): f"self.{name}" if name else "self" for name, module in root.named_modules()}
-        self._todo: list[tuple[str, Any]] = [(self._names[id(module)], module) for module in root.modules()]
-        self._todo += [("", other) for other in others]
-        while self._todo and len(self._seen) < _MAX_OBJECTS:
-            self._visit(*self._todo.pop())
-        others_seen = (value for value in self._seen.values() if isinstance(value, nn.Parameter) and _is_plain(value))
-        self.parameters += (parameter for parameter in others_seen if id(parameter) not in own)
+        self._once: list[tuple[Path, Callable[[], Any], Any]] = []
+        # The module's own come first, and are named as the user's code in the module writes them.
+        own = [(module, (("name", f"self.{name}" if name else "self"),)) for name, module in root.named_modules()]
+        super().__init__([*own, *((other, ()) for other in others)])
+        self.parameters = [one for one in (*root.parameters(), *self._kept) if isinstance(one, nn.Parameter)]
+        """With those of modules that are kept in lists or objects, such as a teacher."""
+        self.parameters = list(filter(_is_plain, {id(one): one for one in self.parameters}.values()))
         self.with_memory = {memory_of(parameter): parameter for parameter in self.parameters}
-        del self._todo
 
     def restore(self) -> None:
         for undo in self._undo:
             undo()
+        self.put_back()
         with torch.no_grad():
             for tensor, values in self._tensors.values():
                 if type(tensor) is Placeholder:  # a recorded step has written into it
@@ -166,11 +154,11 @@ class _Snapshot:
 
     def check(self) -> None:
         """Raise a ValueError if state has changed that cannot be restored."""
-        for name, place_of, before in self._once:
+        for path, place_of, before in self._once:
             if place_of() != before:
                 raise ValueError(
-                    f"{name} gives its values once, and the step takes of them: to measure where to cut would use them "
-                    f"up. Name the first module of each later stage in a stage_config"
+                    f"{_told(path)} gives its values once, and the step takes of them: to measure where to cut would "
+                    f"use them up. Name the first module of each later stage in a stage_config"
                 )
 
     def keep(self, tensor: Tensor) -> None:
@@ -178,147 +166,72 @@ class _Snapshot:
             with _torch.DisableTorchFunction() if isinstance(tensor, nn.Parameter) else nullcontext():
                 self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
 
-    def _visit(self, name: str, value: Any) -> None:
-        kind = type(value)
-        if kind in _PLAIN or id(value) in self._seen:
+    @classmethod
+    def is_open(cls, kind: type) -> bool:
+        return issubclass(kind, _OPEN) or all(map(_is_users, kind.__mro__))
+
+    def note(self, kind: Kind, path: Path, holder: Any, content: Any) -> None:
+        if kind is DICT:
+            content = {key: _copied(value) for key, value in content.items()}
+        elif kind is LIST:
+            content = list(map(_copied, content))
+        super().note(kind, path, holder, content)
+
+    def look_at_tensor(self, value: Tensor, path: Path) -> None:
+        if not isinstance(value, nn.Parameter) and not value.is_inference() and not value.is_meta:
+            self.keep(value)
+
+    def look_at_set(self, value: set[Any], path: Path) -> None:
+        super().look_at_set(value, path)
+        self.look_at_frozenset(value, path)
+
+    def look_at_frozenset(self, value: Any, path: Path) -> None:
+        self.look_at_tuple(tuple(value), path)
+
+    def look_at_optimizer(self, value: Any, path: Path) -> None:
+        # An optimizer's state, which may be twice as large as the model, changes in updates only, and none are made.
+        self.pass_over(vars(value).get("state"))
+        self.look_at_space(vars(value), path)
+
+    def look_at_cache(self, value: Any, path: Path) -> None:
+        """At what ``functools.lru_cache`` or ``functools.cache`` keeps of a function."""
+        if is_of_others(value.__module__):
             return
-        self._seen[id(value)] = value
-        if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_inference() and not value.is_meta:
-                self.keep(value)
-        elif isinstance(value, nn.Module):
-            self._visit_attributes(f"{self._names.get(id(value), name)}.", vars(value))
-            self._visit_class(kind)
-        elif isinstance(value, (list, dict, set, deque)):
-            self._visit_collection(name, value)
-        elif isinstance(value, (tuple, frozenset)):
-            self._visit_items(name, value)
-        elif isinstance(value, types.FunctionType):
-            self._visit_function(name, value)
-        elif isinstance(value, functools._lru_cache_wrapper):
-            self._visit_cache(name, value)
-        elif isinstance(value, types.MethodType):
-            self._todo += [(f"{name}.__self__", value.__self__), (name, value.__func__)]
-        elif isinstance(value, partial):
-            self._todo += [(name, value.func), (name, value.args), (name, value.keywords)]
-        elif isinstance(value, types.GeneratorType):
-            self._once.append((name, partial(_place_of_generator, value), _place_of_generator(value)))
-        elif hasattr(kind, "__next__") and hasattr(value, "_num_yielded"):  # of a DataLoader
-            self._once.append((name, lambda: value._num_yielded, value._num_yielded))
-        elif hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools"):
-            self._todo += [(name, part) for part in _parts_of_iterator(value)]
-        elif isinstance(value, Optimizer):
-            # Its state, which may be twice as large as the model, changes in updates only, and none are made.
-            state = vars(value).get("state")
-            self._seen[id(state)] = state
-            self._visit_attributes(f"{name}.", vars(value))
-        elif isinstance(value, LRScheduler):
-            self._visit_attributes(f"{name}.", vars(value))
-        elif isinstance(value, random.Random):
-            self._undo.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, (torch.Generator, numpy.random.RandomState)):
-            self._undo.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
-        elif isinstance(value, numpy.random.Generator):
-            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, numpy.ndarray):
-            if value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES:
-                self._undo.append(partial(numpy.copyto, value, value.copy()))
-        else:
-            self._visit_object(name, value)
-
-    def _visit_collection(self, name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            self._visit_attributes(f"{name}: " if name else "", value)
-            return
-        before = [_copied(item) for item in value] if len(value) <= MAX_ITEMS else list(value)
-        self._undo.append(partial(_refill, value, before))
-        self._visit_items(name, before)
-
-    def _visit_attributes(self, name: str, home: dict[Any, Any]) -> None:
-        before = [*home.items()]
-        if len(home) <= MAX_ITEMS:
-            before = [(key, _copied(value)) for key, value in before]
-            self._todo += [(f"{name}{key}", value) for key, value in before if type(value) not in _PLAIN]
-        self._undo.append(partial(_refill, home, before))
-
-    def _visit_items(self, name: str, items: Any) -> None:
-        if len(items) <= MAX_ITEMS:
-            self._todo += [(name, item) for item in items if type(item) not in _PLAIN]
-
-    def _visit_function(self, name: str, function: types.FunctionType) -> None:
-        """Its closure, its attributes, and the globals that its code names, of other modules as well."""
-        if _is_of_library(function.__module__):
-            return
-        self._visit_attributes(f"{name}.", vars(function))
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                content = cell.cell_contents
-                self._undo.append(partial(_set_if_changed, cell, "cell_contents", content))
-                self._todo.append((name, content))
-        scope = function.__globals__
-        for key in function.__code__.co_names:
-            if key in scope and not isinstance(scope[key], (type, types.ModuleType)):
-                self._undo.append(partial(scope.__setitem__, key, scope[key]))
-                self._todo.append((key, scope[key]))
-            elif isinstance(module := scope.get(key), types.ModuleType) and not _is_of_library(module.__name__):
-                for one in function.__code__.co_names:
-                    content = vars(module).get(one)
-                    if content is not None and not isinstance(content, (type, types.ModuleType)):
-                        self._undo.append(partial(_set_if_changed, module, one, content))
-                        self._todo.append((f"{key}.{one}", content))
-
-    def _visit_cache(self, name: str, function: Any) -> None:
-        """What ``functools.lru_cache`` or ``functools.cache`` keeps of a function."""
-        if _is_of_library(function.__module__):
-            return
-        self._todo.append((name, function.__wrapped__))
-        before = function.cache_info()
+        before = value.cache_info()
+        held = [value.__wrapped__]
         if before.maxsize is None and before.currsize:
-            held = gc.get_referents(function)  # the results are in a plain dictionary, which can be set back exactly
-            self._todo += ((name, one) for one in held if type(one) is dict and one is not vars(function))
+            # The results are in a plain dictionary, which can be set back exactly.
+            held += (one for one in gc.get_referents(value) if type(one) is dict and one is not vars(value))
         else:
-            self._undo.append(partial(_clear_if_filled, function, before))
+            self._undo.append(partial(_clear_if_filled, value, before))
+        self.look_at_tuple(held, path)
 
-    def _visit_class(self, cls: type) -> None:
-        for base in cls.__mro__:
-            if base is object or id(base) in self._seen or _is_of_library(base.__module__):
-                continue
-            self._seen[id(base)] = base
-            self._todo += _caches_beside(base)
-            for key, member in list(vars(base).items()):
-                value = _cached_function(member)
-                if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper)):
-                    self._todo.append((key, value))
-                elif not key.startswith("__") and not hasattr(type(value), "__get__"):
-                    self._undo.append(partial(_set_if_changed, base, key, value))
-                    self._todo.append((f"{base.__name__}.{key}", value))
+    def look_at_iterator(self, value: Any, path: Path) -> None:
+        if isinstance(value, types.GeneratorType):
+            self._once.append((path, partial(_place_of_generator, value), _place_of_generator(value)))
+        elif hasattr(value, "_num_yielded"):  # of a DataLoader
+            self._once.append((path, lambda: value._num_yielded, value._num_yielded))
+        elif type(value).__module__ in ("builtins", "itertools"):
+            self.look_at_tuple(_parts_of_iterator(value), path)
+        elif self.is_open(type(value)):
+            self.look_at_object(value, path)
 
-    def _visit_object(self, name: str, value: Any) -> None:
-        """An object of a class that is written in Python, by the user or in a package."""
-        kind = type(value)
-        if isinstance(value, type) or not (isinstance(value, _OPEN) or all(map(_is_users, kind.__mro__))):
-            return
-        attributes = getattr(value, "__dict__", None)
-        slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-        keys = [key for names in slots for key in ((names,) if isinstance(names, str) else names)]
-        own = [(key, getattr(value, key)) for key in keys if hasattr(value, key)]
-        contents = [*(attributes.values() if type(attributes) is dict else ()), *(content for _, content in own)]
+    def look_at_object(self, value: Any, path: Path) -> None:
+        contents = (attributes_of(value) or {}).values()
         if isinstance(value, Dataset):
-            self._pass_over_data(contents)
-        if any(type(content).__module__.partition(".")[0] in _RUNNING for content in contents):
-            return
-        if type(attributes) is dict:
-            self._visit_attributes(f"{name}.", attributes)
-        for key, content in own:
-            self._undo.append(partial(_set_if_changed, value, key, content))
-            self._todo.append((f"{name}.{key}", content))
-        self._visit_class(kind)
-
-    def _pass_over_data(self, contents: Iterable[Any]) -> None:
-        for content in contents:
-            for one in content if isinstance(content, (list, tuple)) and len(content) <= MAX_ITEMS else (content,):
+            lists = (one for one in contents if isinstance(one, (list, tuple)) and len(one) <= self.DEEPEST)
+            for one in itertools.chain(contents, *lists):
                 if getattr(one, "nbytes", 0) > _MAX_DATA_BYTES:
-                    self._seen[id(one)] = one
+                    self.pass_over(one)
+        is_module = isinstance(value, nn.Module)
+        if is_module or not any(type(content).__module__.partition(".")[0] in _RUNNING for content in contents):
+            super().look_at_object(value, path)
+
+    def look_at_class(self, cls: type, path: Path) -> None:
+        new = [base for base in cls.__mro__ if id(base) not in self.paths and not is_of_others(base.__module__)]
+        super().look_at_class(cls, path)
+        for base in new:
+            self.look_at_tuple(_caches_of(base), path)
 
 
 _entered: list[_Snapshot] = []
@@ -342,16 +255,12 @@ def _reset_context(before: contextvars.Context) -> None:
                 variable.set(contextvars.Context().run(variable.get))
 
 
-def _is_of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
-
-
 def _is_users(base: type) -> bool:
     """Whether a class is written in Python by the user or in a package, or is a base without state such as `object`."""
     if base in (object, abc.ABC, Generic, Protocol) or base.__module__ in _DATA:
         return True
     is_python = base.__flags__ & 1 << 9  # Py_TPFLAGS_HEAPTYPE
-    return bool(is_python and not _is_of_library(base.__module__))
+    return bool(is_python and not is_of_others(base.__module__))
 
 
 def _copied(value: Any) -> Any:
@@ -378,37 +287,26 @@ def _place_of_generator(generator: Any) -> Any:
     return None if frame is None else (frame.f_lasti, {key: id(value) for key, value in frame.f_locals.items()})
 
 
-def _caches_beside(cls: type) -> list[tuple[str, Any]]:
-    """Functions of the file of a class whose results are cached, which its methods may call in a roundabout way."""
-    scope = vars(sys.modules.get(cls.__module__, object))
-    return [(key, value) for key, value in scope.items() if isinstance(value, functools._lru_cache_wrapper)]
+def _caches_of(cls: type) -> list[Any]:
+    """The functions of a class whose results are cached, and those of its file, which its methods may call in a
+    roundabout way."""
+    members = (getattr(one, "__func__", None) or getattr(one, "fget", None) or one for one in vars(cls).values())
+    beside = vars(sys.modules.get(cls.__module__, object)).values()
+    return [one for one in (*members, *beside) if isinstance(one, functools._lru_cache_wrapper)]
 
 
-def _cached_function(member: Any) -> Any:
-    """The function with a cache in a static method, a class method or a property; else the member itself."""
-    inner = getattr(member, "__func__", None) or getattr(member, "fget", None)
-    return inner if isinstance(inner, functools._lru_cache_wrapper) else member
+def _told(path: Path) -> str:
+    """A path as code writes it."""
+    told = ""
+    for kind, name in path:
+        if kind == "name":
+            told = name
+        elif isinstance(name, str) and not (name.startswith("__") or kind == "module"):
+            told += f".{name}" if told else name
+    return told
 
 
 def _clear_if_filled(function: Any, before: Any) -> None:
     """Empty a cache that has taken up results. Those that a bounded one had before cannot be told from them."""
     if function.cache_info().misses != before.misses:
         function.cache_clear()
-
-
-def _refill(value: Any, before: list[Any]) -> None:
-    """Give a collection its former items, which are pairs for a dictionary."""
-    is_dictionary = isinstance(value, dict)
-    parts = itertools.chain.from_iterable if is_dictionary else iter
-    now = [*value.items()] if is_dictionary else [*value]
-    if len(now) == len(before) and all(a is b for a, b in zip(parts(now), parts(before), strict=True)):
-        return
-    # Not the methods of subclasses, which may do more: Counter.update adds.
-    kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
-    kind.clear(value)
-    (kind.extend if kind in (list, deque) else kind.update)(value, before)
-
-
-def _set_if_changed(owner: Any, name: str, before: Any) -> None:
-    if getattr(owner, name, None) is not before:
-        setattr(owner, name, before)
