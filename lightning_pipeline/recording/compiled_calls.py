@@ -7,9 +7,6 @@ module runs as it was written, with a warning, and so does one with a stage boun
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +28,7 @@ from lightning_pipeline.partition.compiled import (
     plain_name,
 )
 from lightning_pipeline.partition.overrides import Override, hooks_of
+from lightning_pipeline.partition.rng import python_states, set_python_states
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, is_drawing_of_own, kind_of
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.operation import NumberSlot, TensorSlot, is_atom, take_apart
@@ -176,10 +174,10 @@ class CompiledCall:
             raise Unclear("it is given an object")
 
     def _key(self) -> str:
-        state = State(self._modules)
         for key, known in self._states:
-            if known.is_now(state):
+            if known.is_now():
                 return key
+        state = State(self._modules)
         if len(self._states) == MAX_STATES:
             raise Unclear("its attributes change from call to call")
         key = f"{len(self._states)} {state.key}"
@@ -196,7 +194,7 @@ class CompiledCall:
             Unclear: that is not all that it does.
         """
         given = dict(zip(self._tensors(), tensors, strict=True))
-        before, generators = State(self._modules), python_generators()
+        before, generators = State(self._modules), python_states()
         versions = [tensor._version for tensor in given.values()]
         recording, self._recorder.current = self._recorder.current, None
         self._recorder.infers = True
@@ -206,10 +204,10 @@ class CompiledCall:
                 found = functional_call(self._inner, given, args, kwargs)
         finally:
             self._recorder.current, self._recorder.infers = recording, False
-            is_changed = not before.is_now(State(self._modules))
-            before.restore()
-            has_drawn = generators != python_generators()
-            set_python_generators(generators)
+            is_changed = not before.is_now()
+            before.put_back()
+            has_drawn = generators != python_states()
+            set_python_states(*generators)
         if is_changed:
             raise Unclear("it changes attributes or globals, which only its stage would see")
         if has_drawn:
@@ -288,15 +286,3 @@ def _is_plain(layout: tree.Layout) -> bool:
     if isinstance(layout, (tree.Sequence, tree.Dictionary)):
         return all(map(_is_plain, layout.items))
     return isinstance(layout, tree.Slot)
-
-
-def python_generators() -> tuple[Any, Any]:
-    """The states of Python's and numpy's generators."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else pickle.dumps(numpy.random.get_state())
-
-
-def set_python_generators(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(pickle.loads(states[1]))
