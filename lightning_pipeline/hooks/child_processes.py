@@ -6,13 +6,10 @@ placeholders; then this rank goes on without it.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +24,7 @@ from lightning_pipeline.partition.overrides import overridden
 from lightning_pipeline.partition.ownership import holders_of
 from lightning_pipeline.partition.placeholder import Placeholder, become, placeholder
 from lightning_pipeline.partition.users_code import in_hook
+from lightning_pipeline.recording.object_state import parts_of
 
 _LEFT_OUT = (type, nn.Module)
 """What is not looked into: a model is as large as all of its tensors."""
@@ -85,17 +83,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        items = list(dict.values(value)) if isinstance(value, dict) else list(value)
-        return items if len(items) < _LONG else []
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, FunctionType):
-        with suppress(ValueError):  # of a variable that has not been set yet
-            return list(inspect.getclosurevars(value).nonlocals.values())
-        return []
-    if type(value).__module__.startswith(PACKAGES):
-        return []
-    return list((attributes_of(value) or {}).values())
+    parts = parts_of(value, _LONG)
+    if parts is None and not type(value).__module__.startswith(PACKAGES):
+        parts = list((attributes_of(value) or {}).values())
+    return parts or []

@@ -9,14 +9,6 @@ from typing import Any
 
 @lru_cache(maxsize=1024)
 def slots_of(cls: type) -> tuple[str, ...]:
-    """The attributes of a class of Python's whose objects have slots alone, and no `__dict__`; none for others."""
-    if cls.__dictoffset__ or not all(base is object or "__slots__" in vars(base) for base in cls.__mro__):
-        return ()
-    return all_slots(cls)
-
-
-@lru_cache(maxsize=1024)
-def all_slots(cls: type) -> tuple[str, ...]:
     """The attributes of a class's objects that are in slots."""
     names = (vars(base).get("__slots__", ()) for base in cls.__mro__)
     found = (name for one in names for name in ((one,) if isinstance(one, str) else one))

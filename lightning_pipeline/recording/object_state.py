@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline._names import PACKAGES
-from lightning_pipeline.partition.attributes import all_slots
+from lightning_pipeline.partition.attributes import slots_of
 
 PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), range, slice, torch.dtype, torch.device, torch.Size)
@@ -61,6 +61,24 @@ def is_made_by_python(cls: type) -> bool:
 
 Difference = tuple[str, Any, Any]
 """A kind of change (`SETTERS`), its key, and the value."""
+
+
+def parts_of(value: Any, longest: int) -> list[Any] | None:
+    """What is in a container, a method, a partial or a closure; nothing of long containers. None for other objects."""
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        return list(dict.values(value) if isinstance(value, dict) else value) if len(value) < longest else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    return list(map(in_cell, value.__closure__ or ())) if isinstance(value, types.FunctionType) else None
+
+
+def in_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None
 
 
 class Kind(NamedTuple):
@@ -191,7 +209,7 @@ class Walk:
         cls: Any = type(value)
         if type(attributes := getattr(value, "__dict__", None)) is dict:
             self.look_at_space(attributes, path)
-        if slots := all_slots(cls):
+        if slots := slots_of(cls):
             self.look_at_attributes(value, {name: getattr(value, name) for name in slots if hasattr(value, name)}, path)
         self.look_at_class(cls, (*path, ("get", "__class__")))
 

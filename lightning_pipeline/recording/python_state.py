@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.partition.attributes import all_slots
+from lightning_pipeline.partition.attributes import slots_of
 from lightning_pipeline.recording.inference import CallError
 from lightning_pipeline.recording.object_state import (
     DICT,
@@ -118,7 +118,7 @@ class State(Walk):
         cls: Any = type(value)
         if not is_made_by_python(cls) or not hasattr(value, "__dict__"):
             self.look_at_generator(value, path)
-        if all_slots(cls):
+        if slots_of(cls):
             raise Unclear(f"it has a {cls.__name__}, whose state is in slots")
         self.look_at_space(vars(value), path)
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from lightning_pipeline.partition.attributes import attributes_of
 from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.rng import python_states
-from lightning_pipeline.recording.object_state import is_of_others, names_in
+from lightning_pipeline.recording.object_state import in_cell, is_of_others, names_in, parts_of
 from lightning_pipeline.recording.operation import is_atom
 
 _MAX_REACHED = 20_000
@@ -102,7 +102,7 @@ class Places:
         names = search.names | search.stored
         if isinstance(value, FunctionType):
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            self._cells += (one for one in cells if not self._of_use or self._counts(_in_cell(one[1])))
+            self._cells += (one for one in cells if not self._of_use or self._counts(in_cell(one[1])))
             self._note("", value.__globals__, names_in(value.__code__), search.stored)
         owner = value if isinstance(value, (type, FunctionType, ModuleType)) else type(value)
         if not isinstance(owner, type) or is_of_others(owner.__module__) or (self._of_use and owner is value):
@@ -194,24 +194,19 @@ def roots_of(values: Iterable[Any]) -> tuple[list[Any], list[Any], Any]:
         value, depth = pending.pop()
         if value is None or isinstance(value, Tensor) or (is_atom(value) and not isinstance(value, FunctionType)):
             continue
-        if isinstance(value, partial):
-            pending += [(one, depth) for one in (value.func, *value.args, *value.keywords.values())]
-        elif isinstance(value, MethodType):
-            pending += [(value.__func__, depth), (value.__self__, depth)]
-        elif isinstance(value, (list, tuple, dict, set, deque)):
-            if not isinstance(value, tuple):
-                containers.append(value)
-            if depth < _MAX_DEPTH and len(value) < _LONG:
-                pending += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
+        parts = parts_of(value, _LONG)
+        if parts is None:
+            key += (id(value), len(attributes_of(value) or ()))
+            roots.append(value)
         elif isinstance(value, FunctionType):
             # A function within another is a new one each time; what is in its cells mostly is not.
             containers += value.__closure__ or ()
             key.append(id(value.__code__))
             roots.append(value)
-            pending += [(_in_cell(cell), depth) for cell in value.__closure__ or ()]
-        else:
-            key += (id(value), len(attributes_of(value) or ()))
-            roots.append(value)
+        elif isinstance(value, (list, dict, set, deque)):
+            containers.append(value)
+        depth += isinstance(value, (list, tuple, dict, set, deque))
+        pending += [(one, depth) for one in parts or () if depth <= _MAX_DEPTH]
     return roots, containers, tuple(key)
 
 
@@ -274,23 +269,16 @@ class _Search:
 
     def _inside(self, value: Any) -> Iterator[Any]:
         """What a value leads to, whatever code names."""
+        parts = parts_of(value, _LONG)
+        yield from parts or ()
         if isinstance(value, FunctionType):
-            yield from map(_in_cell, value.__closure__ or ())
             yield from value.__defaults__ or ()
             yield from (value.__kwdefaults__ or {}).values()
             if (inner := inspect.unwrap(value)) is not value:
                 yield inner
-        elif isinstance(value, MethodType):
-            yield from (value.__func__, value.__self__)
-        elif isinstance(value, partial):
-            yield from (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, (list, tuple, set, deque)):
-            yield from value if len(value) < _LONG else ()
-        elif isinstance(value, dict):
-            yield from value.values() if len(value) < _LONG else ()
         elif isinstance(value, type):
             yield from value.__mro__[1:]
-        elif not isinstance(value, ModuleType):
+        elif parts is None and not isinstance(value, ModuleType):
             yield type(value)
             if isinstance(value, nn.Module) and not self._of_use:
                 yield from value._modules.values()
@@ -338,13 +326,6 @@ def _stored_in(code: CodeType) -> frozenset[str]:
         stored |= {*code.co_names, *strings}
     inner = (_stored_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return frozenset(stored).union(*inner)
-
-
-def _in_cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _content(value: Any, of_use: bool, depth: int = 0) -> Any:
@@ -401,7 +382,7 @@ _SHOWING: tuple[tuple[Any, Callable[[Any, bool, int], Any]], ...] = (
     (MutableMapping, _mapping),
     ((MutableSequence, tuple, deque), _sequence),
     ((MutableSet, frozenset), _set),
-    (CellType, lambda value, of_use, depth: _content(_in_cell(value), of_use, depth)),
+    (CellType, lambda value, of_use, depth: _content(in_cell(value), of_use, depth)),
     (random.Random, _shown_by(random.Random.getstate)),
     (np.random.Generator, _shown_by(lambda value: repr(value.bit_generator.state))),
     (np.random.RandomState, _shown_by(lambda value: repr(value.get_state()))),
