@@ -282,7 +282,9 @@ def _is_code_of_others(value: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in PLAIN and repr(one) == repr(other))
+    if one is other or type(one) is not type(other) or type(one) not in PLAIN:
+        return one is other
+    return one == other if isinstance(one, (str, bytes)) else repr(one) == repr(other)  # NaN is NaN, -0.0 is not 0.0
 
 
 def _of_dict(wanted: dict[Any, Any], there: Any) -> Iterator[Difference]:
