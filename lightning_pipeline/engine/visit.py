@@ -296,7 +296,8 @@ class Visit:
         leaves = self._leaves(state, inside)
         roots, gradients = self._roots(state)
         found: Sequence[Tensor | None] = [None] * len(leaves)
-        if roots and not self._work.can_split:
+        is_loss = len(gradients) == 1 and gradients[0] is None
+        if is_loss and not self._work.can_split:
             with caught(leaves) as found:
                 self._work.run_backward(roots[0])
         elif roots:
