@@ -376,9 +376,10 @@ def _base(holder: Any) -> Any:
 
 
 def _set_entries(holder: Any, start: int, value: list[Any]) -> None:
+    base = _base(holder)
     while len(holder) > start:
-        _base(holder).pop(holder)
-    _base(holder).extend(holder, value)
+        base.pop(holder)
+    base.extend(holder, value)
 
 
 def _set_all(holder: Any, _: Any, value: Any) -> None:
@@ -387,8 +388,9 @@ def _set_all(holder: Any, _: Any, value: Any) -> None:
 
 
 def _set_order(holder: Any, _: Any, keys: list[Any]) -> None:
+    base = _base(holder)
     for key in keys:
-        _base(holder).__setitem__(holder, key, _base(holder).pop(holder, key))
+        base.__setitem__(holder, key, base.pop(holder, key))
 
 
 def _set_data(holder: Any, _: Any, value: Any) -> None:

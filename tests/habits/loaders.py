@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -59,6 +61,35 @@ class AugmentsInDataset(OwnLoader):
 
     def train_dataloader(self) -> Any:
         return DataLoader(Noisy(*samples(24, 1).tensors), batch_size=8, shuffle=True)
+
+
+class Remembering(TensorDataset):
+    """Keeps how far it has come, and its latest samples, the oldest of which it forgets."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.share, self.latest = Fraction(0), OrderedDict[int, int]()
+
+    def __getitem__(self, index: int) -> Any:
+        self.share += Fraction(1, 3)
+        self.latest[index % 5] = index
+        self.latest.move_to_end(index % 5)
+        if len(self.latest) > 3:
+            self.latest.popitem(last=False)
+        return super().__getitem__(index)
+
+
+@habit(plain=False)
+class WeighsByWhatDatasetKeeps(OwnLoader):
+    """The step uses objects of Python's own that a dataset keeps, and the order of its cache."""
+
+    def train_dataloader(self) -> Any:
+        self.data = Remembering(*samples(24, 1).tensors)
+        return DataLoader(self.data, batch_size=8, shuffle=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = float(self.data.share % 2) + 0.1 * next(iter(self.data.latest))
+        return weight * super().training_step(batch, batch_idx)
 
 
 @habit(plain=False, observed=["counts"])
