@@ -28,7 +28,7 @@ from torch import nn
 from torch.backends import mha
 
 from lightning_pipeline.partition.torch_functions import is_torchs
-from lightning_pipeline.recording.code_reader import OF_CONTAINERS, Impure, Item, is_plain, is_torch_function, uses_of
+from lightning_pipeline.recording.code_reader import VALUE_NAMES, Impure, Item, is_plain, is_torch_function, uses_of
 
 
 class Facts(NamedTuple):
@@ -62,34 +62,31 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
     by_class: dict[type, list[nn.Module]] = {}
     for module in modules:
         by_class.setdefault(type(module), []).append(module)
-    children = {cls: frozenset(name for m in members for name in m._modules) for cls, members in by_class.items()}
-    names_of_children = frozenset[str]().union(*children.values())
-    pending: list[tuple[FunctionType, frozenset[str] | None]] = []
+    pending: list[FunctionType] = []
     for cls, members in by_class.items():
         if cls in trusted:
             of_class, of_torch, names_read = _trusted(cls)
             facts.attributes.extend(of_class)
             facts.items.extend((*of_torch, *_settings_of(members, names_read)))
         elif cls not in _CONTAINERS:
-            pending.append((_forward_of(cls, facts), children[cls]))
-    done: set[tuple[FunctionType, frozenset[str] | None]] = set()
+            pending.append(_forward_of(cls, facts))
+    done: set[FunctionType] = set()
     names: set[str] = set()
     while pending:
-        function, own = pending.pop()
-        if (function, own) in done:
+        function = pending.pop()
+        if function in done:
             continue
-        done.add((function, own))
+        done.add(function)
         facts.attributes.extend(Item(function, name, getattr(function, name)) for name in ("__code__", "__defaults__"))
-        uses = uses_of(function, own, names_of_children)
+        uses = uses_of(function)
         facts.items.extend(uses.items)
         facts.absent.extend(uses.absent)
-        pending.extend((used, None) for used in uses.functions)
+        pending.extend(uses.functions)
         for name in uses.attributes - names:
             names.add(name)
             for cls, members in by_class.items():
-                used = _resolve(name, cls, members, facts, is_trusted=cls in trusted)
-                pending.extend((function, children[cls] if is_method else None) for function, is_method in used)
-            if name not in OF_CONTAINERS and not any(_has(module, name) for module in modules):
+                pending.extend(_resolve(name, cls, members, facts, is_torchs=cls in trusted or cls in _CONTAINERS))
+            if name not in VALUE_NAMES and not any(_has(module, name) for module in modules):
                 raise Impure(f"no module has {name}")
     return facts
 
@@ -145,6 +142,13 @@ def _settings_of(modules: Iterable[nn.Module], names_read: frozenset[str]) -> li
 
 
 _CONTAINERS = frozenset((nn.ModuleList, nn.ModuleDict))
+_UNUSED = frozenset(
+    (
+        *("__init__", "__repr__", "__str__", "__setattr__", "__delattr__", "__dir__", "__del__"),
+        *("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    )
+)
+"""Methods that nothing calls which a forward may do."""
 _MACHINERY = ("__call__", "__getattr__", "_call_impl", "_wrapped_call_impl")
 """What a call of a module goes through, and the look-up of its parameters."""
 
@@ -154,16 +158,19 @@ def _forward_of(cls: type, facts: Facts) -> FunctionType:
     is_plain = all(getattr(cls, name) is getattr(nn.Module, name) for name in _MACHINERY)
     if type(forward) is not FunctionType or not is_plain or cls.__getattribute__ is not object.__getattribute__:
         raise Impure(f"calls of {cls.__name__} are not those of nn.Module")
+    members = [member for base in cls.__mro__ for member in vars(base).items() if not is_torchs(member[1])]
+    if any(callable(value) and name.startswith("__") and name not in _UNUSED for name, value in members):
+        raise Impure(f"{cls.__name__} has operators of its own")
     names = ("forward", "__getattribute__", *_MACHINERY)
     facts.attributes.extend(Item(cls, name, getattr(cls, name)) for name in names)
     return forward
 
 
 def _resolve(
-    name: str, cls: type, members: Iterable[nn.Module], facts: Facts, *, is_trusted: bool
-) -> list[tuple[FunctionType, bool]]:
+    name: str, cls: type, members: Iterable[nn.Module], facts: Facts, *, is_torchs: bool
+) -> list[FunctionType]:
     """Note what a name is on the modules of a class. Returns the functions that are to be proven for it."""
-    functions: list[tuple[FunctionType, bool]] = []
+    functions: list[FunctionType] = []
     of_class = inspect.getattr_static(cls, name, None)
     for module in members:
         own = vars(module)
@@ -181,19 +188,17 @@ def _resolve(
                 raise Impure(f"{cls.__name__}.{name} is looked up by a descriptor")
             value = own[name]
             if type(value) is FunctionType and not is_torch_function(value):
-                functions.append((value, False))
+                functions.append(value)
             elif not is_plain(value) and not is_torch_function(value):
                 raise Impure(f"{cls.__name__}.{name} may change within")
             facts.items.append(Item(own, name, value))
         elif of_class is not None:
-            value = of_class
-            is_torchs = is_trusted or cls in _CONTAINERS
-            if is_torchs and name in OF_CONTAINERS:
-                continue
-            if type(value) is FunctionType and not is_torchs and vars(nn.Module).get(name) is not value:
-                functions.append((value, True))
-            elif not is_plain(value):
+            is_method = type(of_class) is FunctionType
+            if is_method and not is_torchs and vars(nn.Module).get(name) is not of_class:
+                functions.append(of_class)
+            # Of torch's own methods, those with names of tensors' give parts, or change what is compared.
+            elif not is_plain(of_class) and not (is_method and name in VALUE_NAMES):
                 raise Impure(f"{cls.__name__}.{name} is more than a method or a number")
-            facts.attributes.append(Item(cls, name, value))
+            facts.attributes.append(Item(cls, name, of_class))
             facts.absent.append((own, name))
     return functions

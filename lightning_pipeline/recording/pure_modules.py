@@ -120,7 +120,8 @@ def state_of(module: nn.Module) -> PureModule | None:
 
 
 def pure_within(root: nn.Module) -> list[nn.Module]:
-    """The modules in a module that only compute, each once, one within another too; none in compiled ones."""
+    """The modules in a module that only compute and that gain by being answered as a whole, each once, one within
+    another too; none in compiled ones."""
     found: dict[nn.Module, bool] = {}
 
     def is_pure(module: nn.Module) -> bool:
@@ -133,4 +134,5 @@ def pure_within(root: nn.Module) -> list[nn.Module]:
 
     for child in root.children():
         is_pure(child)
-    return [module for module, only_computes in found.items() if only_computes]
+    # A call of one of torch's own without others in it is hardly more than an event anyhow.
+    return [m for m, only_computes in found.items() if only_computes and (m._modules or type(m) not in PURE)]

@@ -77,12 +77,6 @@ class Block(nn.Module):
         return doubled(self.encoder(x)) * self.gain + self.shift
 
 
-class Formats(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        parts = {"x": x, f"{x.dim()} dimensions": x * 2}
-        return parts["x"]
-
-
 class NamedAlike(nn.Module):
     """A number in one module has the name of a module in another one."""
 
@@ -107,7 +101,23 @@ class Positions(nn.Module):
         return self.table(torch.arange(x.shape[1], device=x.device)) + torch.softmax(mask, dim=-1) @ x
 
 
-PURE = [Block, Formats, NamedAlike, Positions, partial(nn.TransformerDecoderLayer, 4, 2), partial(nn.BatchNorm1d, 4)]
+class GivesModules(nn.Module):
+    """To a method of its own, and tensors have methods of the names of modules'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.ReLU()})
+
+    def run(self, part: nn.Module, x: Tensor) -> Tensor:
+        return part(x.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = self.run(part, x)
+        return x
+
+
+PURE = [Block, NamedAlike, GivesModules, Positions, partial(nn.TransformerDecoderLayer, 4, 2), partial(nn.BatchNorm1d, 4)]
 
 
 @pytest.mark.parametrize("make", PURE, ids=lambda make: getattr(make, "func", make).__name__)
@@ -189,12 +199,13 @@ class OwnActivation(nn.TransformerEncoderLayer):
 class RebindsSelf(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ModuleDict({"calls": nn.Identity()})
-        self.inner.rate = self.rate = 0.5
+        self.inner = nn.Identity()
+        self.inner.rates = [0.5]  # type: ignore[assignment]
+        self.rates = (0.5,)
 
     def forward(self, x: Tensor) -> Tensor:
-        self = self.inner
-        return x * self.calls
+        self = self.inner  # type: ignore[assignment]
+        return x * self.rates[0]
 
 
 class ReadsProperty(nn.Module):
