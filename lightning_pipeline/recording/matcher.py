@@ -39,7 +39,7 @@ from lightning_pipeline.partition.ownership import HELD_BY
 from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder, TensorSpec, placeholder
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.absorbed import absorb
-from lightning_pipeline.recording.operation import NumberSlot, Template, TensorSlot
+from lightning_pipeline.recording.operation import Call, NumberSlot, Template, TensorSlot
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.event import Event
@@ -91,7 +91,12 @@ class Matcher(NamedTuple):
 
 
 class Source:
-    """The lines of one matcher, and the objects that they name."""
+    """The lines of one matcher, and the objects that they name.
+
+    Attributes:
+        captures: the lines that take content along.
+        captured_tensors, captured_numbers: as in `Matcher`.
+    """
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {
@@ -108,6 +113,8 @@ class Source:
         }
         self.lines: list[str] = []
         self.captures: list[str] = []
+        self.captured_tensors: dict[int, int] = {}
+        self.captured_numbers: dict[int, int] = {}
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.names)}"
@@ -128,15 +135,34 @@ def _compiled(source: str) -> CodeType:
     return compile(source, "<a matcher>", "exec")
 
 
-def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
-    function, args, kwargs = event.function, event.call.args, event.call.kwargs
-    inputs, specs = event.inputs, event.specs
-    what = f"the result of {function_name(function)} ({event.line})"
+def make_comparison(
+    function: Any,
+    call: Call,
+    inputs: Sequence[Any],
+    specs: Sequence[TensorSpec],
+    state: tuple[bool, bool, Any],
+    module_tensors: Sequence[Tensor],
+) -> Callable[..., Any]:
+    """A function like `Matcher.match`, which takes nothing along and gives the call's tensors, by slot."""
     source = Source()
-    captured_tensors: dict[int, int] = {}
-    captured_numbers: dict[int, int] = {}
-    if event.draws:
-        source.captures.append("recording.note_draw()")
+    names = _compare(source, function, call, inputs, specs, state, module_tensors)
+    for slot, tensor in enumerate(call.tensors):
+        source.unless(f"type({names[slot]}) is not {source.constant(type(tensor))}")
+    source.lines.append(f"    return [{', '.join(names[slot] for slot in range(len(names)))}]")
+    return source.function("match")
+
+
+def _compare(
+    source: Source,
+    function: Any,
+    call: Call,
+    inputs: Sequence[Any],
+    specs: Sequence[TensorSpec],
+    state: tuple[bool, bool, Any],
+    module_tensors: Sequence[Tensor],
+) -> dict[int, str]:
+    """Write what tells a call from others, and what takes its content along. Returns the names of tensors, by slot."""
+    args, kwargs = call.args, call.kwargs
     names: dict[int, str] = {}
     source.lines.append("def match(function, args, kwargs, recording):")
     count = len(args)
@@ -152,7 +178,7 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
     missing = source.constant(object())
     for index, key in enumerate(kwargs):
         source.lines.append(f"    k{index} = kwargs.get({key!r}, {missing})")
-    grad, inference, autocast = event.state
+    grad, inference, autocast = state
     source.unless(f"grad() is not {grad} or inference() is not {inference} or autocast() is not {autocast is not None}")
     if autocast is not None:
         source.unless(f"{source.constant(autocast_state)}() != {source.constant(autocast)}")
@@ -172,11 +198,11 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
                 f"{'' if l0.stride is None else f'{name}.stride() != {l0.stride!r} or '}"
                 f"{name}.requires_grad is not {l0.requires_grad} or {name}.device != {source.constant(l0.device)}"
             )
-            captured_tensors[slot] = len(source.captures)
+            source.captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.capture({name})")
         elif type(value) is HookTensor:
             source.unless(f"not {source.constant(is_held_alike)}({name}, {source.constant(value.ranks)}, {spec})")
-            captured_tensors[slot] = len(source.captures)
+            source.captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.captured.append({name})")
         elif type(value) is EarlierValue:
             source.unless(
@@ -184,7 +210,7 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
                 f"{name}._pl_recording is None or {name}._pl_spec is not {spec} or "
                 f"{name}._pl_recording.home_of({name}._pl_value) != {value.visit}"
             )
-            captured_tensors[slot] = len(source.captures)
+            source.captured_tensors[slot] = len(source.captures)
             source.captures.append(f"recording.captured.append(({name}._pl_recording, {name}._pl_value))")
         elif value < 0:
             source.unless(f"{name} is not {source.constant(module_tensors)}[{source.constant(-1 - value)}]")
@@ -203,7 +229,7 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
             tensor(name, template.number)
         elif kind is NumberSlot:
             source.unless(f"type({name}) is not {source.constant(template.type)} or not {name}")
-            captured_numbers[template.number] = len(source.captures)
+            source.captured_numbers[template.number] = len(source.captures)
             source.captures.append(f"recording.captured.append({name})")
         elif kind is tuple or kind is list:
             source.unless(f"type({name}) is not {kind.__name__} or len({name}) != {len(template)}")
@@ -230,6 +256,16 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
         walk(f"a{index}", template)
     for index, template in enumerate(kwargs.values()):
         walk(f"k{index}", template)
+    return names
+
+
+def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
+    inputs, specs = event.inputs, event.specs
+    what = f"the result of {function_name(event.function)} ({event.line})"
+    source = Source()
+    if event.draws:
+        source.captures.append("recording.note_draw()")
+    names = _compare(source, event.function, event.call, inputs, specs, event.state, module_tensors)
     source.lines += [f"    {line}" for line in source.captures]
     pool: list[Placeholder] = []
     source.names["pool"] = pool
@@ -262,7 +298,8 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
             if spec is not specs[slot]:
                 source.lines.append(f"    recording.change({names[slot]}, {source.constant(spec)})")
     source.lines.append(f"    return {_result(source, event.result.layout, found)}")
-    return Matcher(source.function("match"), pool, captured_tensors, captured_numbers, len(source.captures))
+    places = source.captured_tensors, source.captured_numbers
+    return Matcher(source.function("match"), pool, *places, len(source.captures))
 
 
 def is_held_alike(tensor: Any, ranks: tuple[int, ...], spec: TensorSpec) -> bool:

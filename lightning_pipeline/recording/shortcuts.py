@@ -16,7 +16,6 @@ from types import MethodType
 from typing import Any, NamedTuple
 from weakref import getweakrefcount
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipeline import _torch
@@ -26,7 +25,9 @@ from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder
 from lightning_pipeline.recording.code_reader import is_plain
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.everywhere import Constants, count
-from lightning_pipeline.recording.matcher import CAPTURED, autocast_state, renewed
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, make_comparison, renewed
+from lightning_pipeline.recording.operation import Call, TensorSlot, take_apart
+from lightning_pipeline.recording.path import inspect
 from lightning_pipeline.recording.pure_modules import PureModule, state_of
 
 DRAW = object()
@@ -36,56 +37,12 @@ _MAX_FRUITLESS = 8
 left alone."""
 
 
-class Argument(NamedTuple):
-    """Among what a call takes along: one of its arguments, by place."""
-
-    place: int
-
-
-class Given(NamedTuple):
-    """One argument of a call.
-
-    Attributes:
-        value: the number of the value that it stands for; -1 for a tensor that every rank has, -2 for no tensor, -3 for
-            one of the module's.
-        constant: what else it is, or the module's tensor.
-    """
-
-    value: int
-    spec: TensorSpec | None
-    constant: Any
-
-    def is_like(self, argument: Any, recording: Any) -> bool:
-        kind = type(argument)
-        if kind is Placeholder:
-            is_value = argument._pl_value == self.value and argument._pl_recording is recording
-            return is_value and argument._pl_spec is self.spec
-        if kind is Tensor:
-            spec = self.spec
-            return (
-                (argument is self.constant if self.value == -3 else self.value == -1)
-                and spec is not None
-                and argument.shape == spec.shape
-                and argument.dtype is spec.dtype
-                and argument.requires_grad is spec.requires_grad
-                and argument.layout is torch.strided
-                and argument.stride() == spec.stride
-                and argument.device == spec.device
-                and HELD_BY not in argument.__dict__
-                and (self.value == -3) is (recording.tensors.number_of(argument) is not None)
-            )
-        constant = self.constant
-        return self.value == -2 and (
-            argument is constant or (kind is type(constant) and is_plain(argument) and repr(argument) == repr(constant))
-        )
-
-
 class Made(NamedTuple):
     """A result of a call.
 
     Attributes:
         maker: the event that makes it; None where it is an argument, or no tensor.
-        place: in the maker's pool, or among the arguments; -1 for no tensor.
+        place: in the maker's pool, or the argument's slot; -1 for no tensor.
         constant: what else it is.
     """
 
@@ -100,11 +57,9 @@ class Shortcut(NamedTuple):
     """Where a call leads from an event.
 
     Attributes:
-        layout: how the arguments are given.
-        same: for each argument, the first of them that is the same object.
-        grad, autocast: whether autograd was on, and `autocast_state`.
+        match: gives the tensors of a like call (`make_comparison`).
         end: the call's last event.
-        captures: what the call takes along, in order: `DRAW`, an `Argument`, a number, or a constant tensor.
+        captures: what the call takes along, in order: `DRAW`, the slot of one of its arguments, a number, or a constant.
         counters: what it increases by one on every rank, as batch norms do.
         made: the result; those in a tuple, if it is one.
         makers: the events that make them.
@@ -112,11 +67,7 @@ class Shortcut(NamedTuple):
     """
 
     state: PureModule
-    layout: Any
-    given: list[Given]
-    same: list[int]
-    grad: bool
-    autocast: Any
+    match: Callable[..., Any]
     end: Event
     captures: tuple[Any, ...]
     counters: list[Tensor]
@@ -134,17 +85,12 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     state: PureModule | None = None
     fruitless = changes = 0
     refs, weak_refs, frame = sys.getrefcount, getweakrefcount, sys._getframe
-    is_grad_enabled, is_inference, is_autocast = (
-        torch.is_grad_enabled,
-        _torch.is_inference_mode_enabled,
-        _torch.is_any_autocast_enabled,
-    )
     num_modes, unseen = _torch.num_function_modes, _torch.DisableTorchFunction
 
-    def again(made: Made, items: Sequence[Any], recording: Any) -> Any:
+    def again(made: Made, operands: Sequence[Tensor], recording: Any) -> Any:
         maker, number, value, spec, constant = made
         if maker is None:
-            return constant if number < 0 else items[number]
+            return constant if number < 0 else operands[number]
         pool = maker.pool
         place = pool[number]
         is_free = refs(place) == 3 and len(place.__dict__) == NUM_ATTRIBUTES and not weak_refs(place)
@@ -161,32 +107,23 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             return plain(caller, *args, **kwargs)  # a copy that a step has made, with all attributes
         recording = recorder.current
         is_left_alone = fruitless > _MAX_FRUITLESS or changes > _MAX_FRUITLESS
-        if recording is None or is_left_alone or is_inference() or num_modes() != recording.num_modes:
+        if recording is None or is_left_alone or num_modes() != recording.num_modes:
             return plain(module, *args, **kwargs)
-        items, layout = _flat(args, kwargs)
         begin = recording.event
-        grad, autocast = is_grad_enabled(), autocast_state() if is_autocast() else None
         with unseen():
             if state is None or not state.is_unchanged():
                 state = state_of(module)
                 fruitless, changes = fruitless + 1, changes + 1
             known: Shortcut | None = None if begin.shortcuts is None else begin.shortcuts.get(module)
-            is_known = (
-                known is not None
-                and known.state is state
-                and known.grad is grad
-                and known.autocast == autocast
-                and known.layout == layout
-                and all(one.is_like(item, recording) for one, item in zip(known.given, items, strict=True))
-                and (len(items) == 1 or known.same == _same(items))
-            )
-        if is_known and known is not None and (not known.counters or count(recording, known.counters)):
+            is_known = known is not None and known.state is state
+            operands = known.match(call, args, kwargs, recording) if known is not None and is_known else UNLIKE
+        if operands is not UNLIKE and known is not None and (not known.counters or count(recording, known.counters)):
             changes = 0
             for capture in known.captures:
                 if capture is DRAW:
                     recording.note_draw()
-                elif type(capture) is Argument:
-                    recording.capture(items[capture.place])
+                elif type(capture) is TensorSlot:
+                    recording.capture(operands[capture.number])
                 elif type(capture) is Tensor:
                     recording.capture(capture)
                 else:
@@ -194,11 +131,11 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             if known.end is not begin:
                 recording.event, recording.skipped[known.end] = known.end, (begin, known.makers)
             if known.gives_tuple:
-                return tuple([again(one, items, recording) for one in known.made])
-            return again(known.made[0], items, recording)
+                return tuple([again(one, operands, recording) for one in known.made])
+            return again(known.made[0], operands, recording)
         if state is None:
             return plain(module, *args, **kwargs)
-        given = _given(items, recording)
+        given = _given(call, args, kwargs, recording)
         aside, num_counted = recording.num_aside, len(recording.counted)
         around = recording.constants
         constants = recording.constants = around or Constants()
@@ -214,68 +151,50 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         is_all = recording.num_aside == aside + num_known and state.has(counters)
         if given is None or not is_all or type(result) not in (Placeholder, tuple):
             return result
-        captures = _captures(begin, end, items, given, recording.captured, partial(constants.has, begin=since))
+        tensors = given[0].tensors
+        captures = _captures(begin, end, tensors, given[1], recording.captured, partial(constants.has, begin=since))
         gives_tuple = type(result) is tuple
         results = [*result] if gives_tuple else [result]
-        sources = [_made(one, begin, end, items, recording) for one in results]
+        sources = [_made(one, begin, end, tensors, recording) for one in results]
         made = tuple(one for one in sources if one is not None)
-        tensors = {id(one) for one in results if isinstance(one, Tensor)}
-        is_known = len(made) == len(results) and len(tensors) == sum(isinstance(one, Tensor) for one in results)
+        different = {id(one) for one in results if isinstance(one, Tensor)}
+        is_known = len(made) == len(results) and len(different) == sum(isinstance(one, Tensor) for one in results)
         if captures is not None and is_known and state.is_unchanged():
             makers = frozenset(one.maker for one in made if one.maker is not None)
-            how = (state, layout, given, _same(items), grad, autocast, end, captures, counters)
-            shortcut = Shortcut(*how, made, makers, gives_tuple)
+            match = make_comparison(call, *given, recording.tensors.tensors)
+            shortcut = Shortcut(state, match, end, captures, counters, made, makers, gives_tuple)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
             fruitless = 0
         return result
 
+    call.shaped_by_numbers = True  # type: ignore[attr-defined]  # each of them is compared
     in_place = MethodInPlaceOf(MethodType(nn.Module._call_impl, module), call)
     return in_place
 
 
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The arguments, tuples taken apart, and how they were given."""
-    if not kwargs and tuple not in map(type, args):
-        return args, len(args)
-    items: list[Any] = []
-    layout: list[Any] = [len(args), *kwargs]
-    for argument in (*args, *kwargs.values()):
-        if type(argument) is tuple:
-            layout.append(len(argument))
-            items.extend(argument)
-        else:
-            layout.append(None)
-            items.append(argument)
-    return items, layout
-
-
-def _same(items: Sequence[Any]) -> list[int]:
-    """For each argument the first one that is the same object."""
-    ids = list(map(id, items))
-    return list(map(ids.index, ids))
-
-
-def _given(items: Sequence[Any], recording: Any) -> list[Given] | None:
-    """What arguments are; None if one of them may change, or is not of this micro-batch."""
-    found = []
-    for item in items:
-        if type(item) is Placeholder and item._pl_recording is recording:
-            found.append(Given(item._pl_value, item._pl_spec, None))
-        elif type(item) is Tensor and HELD_BY not in item.__dict__:
-            is_modules = recording.tensors.number_of(item) is not None
-            found.append(Given(-3, TensorSpec.of(item), item) if is_modules else Given(-1, TensorSpec.of(item), None))
-        elif is_plain(item):
-            found.append(Given(-2, None, item))
-        else:
+def _given(function: Any, args: Any, kwargs: Any, recording: Any) -> tuple[Call, list[Any], list[Any], Any] | None:
+    """What a call is given (`inspect`); None if an argument may change, or is not of this micro-batch."""
+    with _torch.DisableTorchFunction():
+        call = take_apart(function, args, kwargs)
+        if not all(map(_is_fixed, (*call.args, *call.kwargs.values()))):
             return None
-    return found
+        for one in call.tensors:
+            is_of_step = one._pl_recording is recording if type(one) is Placeholder else type(one) is Tensor
+            if not is_of_step or HELD_BY in one.__dict__:
+                return None
+        return inspect(recording, function, args, kwargs)
 
 
-def _made(result: Any, begin: Event, end: Event, items: Sequence[Any], recording: Any) -> Made | None:
+def _is_fixed(template: Any) -> bool:
+    is_tuple = type(template) is tuple
+    return all(map(_is_fixed, template)) if is_tuple else type(template) is TensorSlot or is_plain(template)
+
+
+def _made(result: Any, begin: Event, end: Event, tensors: Sequence[Tensor], recording: Any) -> Made | None:
     """How a call comes to a result; None if that is not known."""
-    for place, item in enumerate(items):
-        if result is item and isinstance(result, Tensor):
-            return Made(None, place)
+    for slot, tensor in enumerate(tensors):
+        if result is tensor:
+            return Made(None, slot)
     if is_plain(result):
         return Made(None, -1, constant=result)
     if type(result) is not Placeholder or result._pl_recording is not recording:
@@ -296,8 +215,8 @@ def _made(result: Any, begin: Event, end: Event, items: Sequence[Any], recording
 def _captures(
     begin: Event,
     end: Event,
-    items: Sequence[Any],
-    given: Sequence[Given],
+    tensors: Sequence[Tensor],
+    inputs: Sequence[Any],
     captured: Sequence[Any],
     is_constant: Callable[[Any], bool],
 ) -> tuple[Any, ...] | None:
@@ -305,7 +224,6 @@ def _captures(
     module's tensors.
     """
     found: list[Any] = []
-    values = {one.value for one in given if one.value >= 0}
     event: Event | None = end
     while event is not begin:
         if event is None or event.visit < 0 or event.match is not event.matcher.match:
@@ -314,7 +232,7 @@ def _captures(
         if any(type(number) is not int or 0 <= number < begin.num_values for number in written):
             return None  # it writes into something else than the module's tensors, and what it makes itself
         for number in event.inputs:
-            is_own = type(number) is int and (number < 0 or number in values or number >= begin.num_values)
+            is_own = type(number) is int and (number < 0 or number in inputs or number >= begin.num_values)
             if number is not CAPTURED and not is_own:
                 return None
         for place in reversed(range(event.matcher.num_captured)):
@@ -324,10 +242,10 @@ def _captures(
             elif type(content) in (int, float) or is_constant(content):
                 found.append(content)
             else:
-                argument = next((number for number, item in enumerate(items) if item is content), None)
-                if argument is None:
+                slot = next((slot for slot, tensor in enumerate(tensors) if tensor is content), None)
+                if slot is None:
                     return None
-                found.append(Argument(argument))
+                found.append(TensorSlot(slot))
         event = event.parent
     found.reverse()
     return tuple(found)
