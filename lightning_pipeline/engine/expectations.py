@@ -21,10 +21,10 @@ from functools import cached_property
 
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import Event
-from lightning_pipeline.recording.module_writes import ModuleWrites
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.provenance import Constant, Origin
 from lightning_pipeline.recording.recording import Recording
+from lightning_pipeline.recording.views import Memory
 
 _MISSED = -10
 _GIVEN_UP = -25
@@ -144,11 +144,11 @@ class Expectations:
 
 def _written(program: Program) -> list[list[int]]:
     """By visit, numbers of the module's tensors that a program modifies in place."""
-    writes = ModuleWrites()
+    memory = Memory()
     found: list[dict[int, None]] = [{} for _ in program.visits]
     for event in program.events:
         if event.visit >= 0:
-            found[event.visit].update(dict.fromkeys(writes.of(event)))
+            found[event.visit].update(dict.fromkeys(memory.note(event)))
     return [list(numbers) for numbers in found]
 
 
@@ -175,19 +175,12 @@ def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
     """
     if program.leaves or any(program.foreign):
         return False
-    writes = ModuleWrites()
-    memory: dict[object, object] = {}  # for each value, the first one that shares its memory; negative: the module's
-    written = set()
+    memory, written = Memory(), set()
     for event in program.events:
         if event.visit < 0:
             continue
-        if hasattr(event.function, "applies") or any(writes.of(event).values()):
+        if hasattr(event.function, "applies") or any(memory.note(event).values()):
             return False
-        for slot, _, value in event.writes:
-            memory[value] = memory.get(event.inputs[slot], event.inputs[slot])
-            written.add(memory[value])
-        for output, slots in zip(event.outputs, event.result.shares, strict=True):
-            for slot in slots:
-                memory[output] = memory.get(event.inputs[slot], event.inputs[slot])
+        written.update(memory.of(value) for _, _, value in event.writes)
     is_batch_written = any(isinstance(first, int) and 0 <= first < program.num_given for first in written)
-    return not is_batch_written and all(memory.get(value, value) not in written for value in reads)
+    return not is_batch_written and all(memory.of(value) not in written for value in reads)

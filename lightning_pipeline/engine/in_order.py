@@ -29,11 +29,11 @@ from lightning_pipeline.recording.execution import run_event, values_made
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import set_requires_grad
-from lightning_pipeline.recording.module_writes import ModuleWrites
 from lightning_pipeline.recording.operation import Call, put_together
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.repeated_uses import EXACT_BYTES, is_differentiable
+from lightning_pipeline.recording.views import Memory
 from lightning_pipeline.runtime.tensor_meta import conform
 
 
@@ -59,7 +59,7 @@ class InOrder:
         self._beginnings = Beginnings(len(specs))
         self.transfers = Transfers(state.index, shared, training=training)
         self._done: Event | None = None
-        self._writes = ModuleWrites()
+        self._memory = Memory()
         if state.carried is not None:
             self.transfers, self._done = state.carried.transfers, state.carried.event
             before = state.carried.program
@@ -68,7 +68,7 @@ class InOrder:
             self.homes.update(state.carried.parameter_homes)
             self.here.update(state.carried.here)
             for event in state.carried.program.events:
-                self._writes.of(event)
+                self._memory.note(event)
             self._beginnings = Beginnings(len(specs), before.beginnings)
         self._checkpointed = CheckpointedFunctions(self.seed)
         self._came_frozen: set[tuple[int, int]] = set()  # of `here`, the module's tensors that gave no gradients then
@@ -218,7 +218,7 @@ class InOrder:
                 assert isinstance(spec, TensorSpec)
                 self.specs[value], self.homes[value] = spec, visit
         self._beginnings.note(event)
-        for number, is_replaced in self._writes.of(event).items():
+        for number, is_replaced in self._memory.note(event).items():
             self._note_written_again(number, visit, event)
             self._share_write(number, visit, event, is_replaced=is_replaced)
 

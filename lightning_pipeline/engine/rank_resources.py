@@ -22,11 +22,12 @@ from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.keyed_calls import KeyedCalls
 from lightning_pipeline.recording.matcher import HookTensor
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.module_writes import ModuleWrites, average_in, needs_order
+from lightning_pipeline.recording.module_writes import average_in, needs_order
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.recorder import Recorder
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.recording.sequence_cut import SequenceCut, cut_sequence
+from lightning_pipeline.recording.views import Memory
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.tensor_meta import EVERYWHERE_BYTES
 from lightning_pipeline.runtime.transport import Transport
@@ -120,9 +121,9 @@ class RankResources:
         return found
 
     def _find_held(self, program: Program) -> bool:
-        writes = ModuleWrites()
+        memory = Memory()
         for event in program.events:
-            written = writes.of(event)
+            written = memory.note(event)
             rank = self.rank_of(event.visit)
             if any(set(self.holders(number)) != {rank} for number in written):
                 return False

@@ -10,45 +10,13 @@ from torch import Tensor
 from lightning_pipeline.partition.placeholder import TensorSpec
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.inference import writes_beside
-
-
-class ModuleWrites:
-    """Follows events, in order.
-
-    Attributes:
-        number_of: of values that share memory with a tensor of the module, its number.
-    """
-
-    def __init__(self) -> None:
-        self.number_of: dict[int, int] = {}
-
-    def of(self, event: Event) -> dict[int, bool]:
-        """The module's tensors that an event writes into, by number, and whether it gives them another memory."""
-        found: dict[int, bool] = {}
-        for slot, _, value in event.writes:
-            number = self.behind(event.inputs[slot])
-            if number is not None:
-                is_replaced = event.name == "data.__set__"
-                found[number] = is_replaced
-                self.number_of[value] = number
-        for output, slots in zip(event.outputs, event.result.shares, strict=True):
-            for slot in slots:
-                number = self.behind(event.inputs[slot])
-                if number is not None and output is not None:
-                    self.number_of[output] = number
-        return found
-
-    def behind(self, value: object) -> int | None:
-        """The number of the module's tensor that a value is, or shares memory with."""
-        if type(value) is not int:
-            return None
-        return -1 - value if value < 0 else self.number_of.get(value)
+from lightning_pipeline.recording.views import Memory
 
 
 def needs_order(events: Iterable[Event], num_stages: int) -> bool:
     """Whether a micro-batch has to be done with before the next one begins: it writes into a tensor of the module that
     several stages use, or whose content before backward needs."""
-    writes = ModuleWrites()
+    memory = Memory()
     written: set[int] = set()
     written_plainly: set[int] = set()
     stages: dict[int, set[int]] = {}
@@ -60,12 +28,12 @@ def needs_order(events: Iterable[Event], num_stages: int) -> bool:
         beside = writes_beside(event.function, event.call)
         has_gradient = any(isinstance(spec, TensorSpec) and spec.requires_grad for spec in event.result.tensors)
         for slot, value in enumerate(event.inputs):
-            number = writes.behind(value)
+            number = memory.module_tensor(value)
             if number is not None:
                 stages.setdefault(number, set()).add(event.visit % num_stages)
                 if has_gradient:
                     (kept if slot in beside else with_gradient).add(number)
-        written_now = writes.of(event).keys()
+        written_now = memory.note(event).keys()
         written |= written_now
         if not beside:
             written_plainly |= written_now
@@ -89,12 +57,12 @@ def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | 
     """The first write into a tensor of the module of what is computed from it and a parameter of its shape, and from
     nothing of a batch.
     """
-    writes = ModuleWrites()
+    memory = Memory()
     made_of: dict[int, frozenset[int]] = {}  # the module's tensors from which alone a value is computed
     for event in events:
         if event.visit < 0:
             continue
-        writes.of(event)
+        memory.note(event)
         sources: list[frozenset[int]] = []
         for value in event.inputs:
             source = frozenset((-1 - value,)) if type(value) is int and value < 0 else made_of.get(value)
@@ -107,7 +75,7 @@ def average_in(events: Iterable[Event], tensors: Sequence[Tensor]) -> Average | 
         made_of.update((value, together) for value in event.outputs if value is not None)
         for slot, _, value in event.writes:
             made_of[value] = together
-            target = writes.behind(event.inputs[slot])
+            target = memory.module_tensor(event.inputs[slot])
             if target is None:
                 continue
             several = len(event.writes) if event.name.startswith("_foreach_") else 1  # each takes in those of its place

@@ -30,10 +30,10 @@ from lightning_pipeline.recording.event import CHANGE_IS_MADE, MICROBATCHES_MEET
 from lightning_pipeline.recording.inference import writes_beside
 from lightning_pipeline.recording.matcher import CAPTURED
 from lightning_pipeline.recording.module_tensors import ModuleTensors
-from lightning_pipeline.recording.module_writes import ModuleWrites
 from lightning_pipeline.recording.operation import take_apart
 from lightning_pipeline.recording.path import mark
 from lightning_pipeline.recording.step_gradients import UNANSWERED, written
+from lightning_pipeline.recording.views import Memory
 
 if TYPE_CHECKING:
     from lightning_pipeline.recording.recording import Recording
@@ -169,7 +169,7 @@ class OwnChangesOnPath(OwnChanges):
         super().__init__(recording.tensors, agree, is_first=is_first)
         self._recording = recording
         self._end = recording.beginning
-        self._writes = ModuleWrites()
+        self._memory = Memory()
         self._free_values: dict[int, bool] = {}
         self._seen_on_path: set[int] = set()
         self._changed_on_path: set[int] = set()
@@ -186,7 +186,7 @@ class OwnChangesOnPath(OwnChanges):
 
     def _behind(self, tensor: Tensor) -> int | None:
         value = self._value_of(tensor)
-        return super()._behind(tensor) if value is None else self._writes.behind(value)
+        return super()._behind(tensor) if value is None else self._memory.module_tensor(value)
 
     def _is_free(self, tensor: Tensor) -> bool:
         number, value = self._behind(tensor), self._value_of(tensor)
@@ -221,11 +221,11 @@ class OwnChangesOnPath(OwnChanges):
                 self._take_in(event, announced)
 
     def _take_in(self, event: Event, announced: Sequence[int]) -> None:
-        numbers = {self._writes.behind(value) for value in event.inputs}
+        numbers = {self._memory.module_tensor(value) for value in event.inputs}
         captured = range(event.first_captured, event.num_captured)
         is_free = all(map(self._is_free_value, event.inputs)) and all(map(self._is_free_here, captured))
         is_free &= not event.draws
-        changed = self._writes.of(event).keys()
+        changed = self._memory.note(event).keys()
         if is_free:
             has_weights = any(map(self._value_has_weights, event.inputs)) or any(map(self._has_weights_here, captured))
             self._free_values.update(dict.fromkeys(event.made(), has_weights))
@@ -236,13 +236,13 @@ class OwnChangesOnPath(OwnChanges):
             self._seen_on_path |= _known(numbers)
 
     def _is_free_value(self, value: Any) -> bool:
-        number = self._writes.behind(value)
+        number = self._memory.module_tensor(value)
         if number is not None:
             return number not in self._changed_on_path
         return value is CAPTURED or value in self._free_values
 
     def _value_has_weights(self, value: Any) -> bool:
-        number = self._writes.behind(value)
+        number = self._memory.module_tensor(value)
         return bool(self._free_values.get(value)) if number is None else not self._tensors.is_buffer[number]
 
     def _captured(self, place: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_pipeline.partition.memory import memory_of, views_of
@@ -73,17 +72,7 @@ def note_written(recording: Recording, numbers: set[int]) -> None:
 
 def _check_written(recording: Recording, value: Any) -> None:
     """Refuse writes into what was made in a hook, also through a view: a step may be over on one rank before others."""
-    if type(value) is int and value >= 0:
-        maker = next((one for one in recording.event.path() if value in one.made()), None)
-        if maker is None:
-            return
-        if value in maker.outputs:
-            slots: Sequence[int] = maker.result.shares[maker.outputs.index(value)]
-        else:
-            slots = [slot for slot, _, number in maker.writes if number == value]
-        for slot in slots:
-            _check_written(recording, maker.inputs[slot])
-    elif isinstance(value, HookTensor):
+    if isinstance(recording.placing.memory.of(value), HookTensor):
         raise NotImplementedError(
             f"a tensor that was made in a hook of what one stage holds is written into in a step ({users_line()}): "
             f"make it a buffer of the module, or write into it in a hook"

@@ -10,7 +10,7 @@ import torch
 from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
-from lightning_pipeline.recording.views import Views
+from lightning_pipeline.recording.views import Memory, Views
 
 
 class Placing:
@@ -30,7 +30,8 @@ class Placing:
         self.visits: dict[int, int] = {}
         self.latest = 0
         self._begins = 0  # the part after the last meeting
-        self._memory: dict[int, _Memory] = {}
+        self.memory = Memory()
+        self._uses: dict[Any, _Uses] = {}  # by memory
         self._first_uses: dict[int, int] = {}  # of the module's tensors, the visit
         self.views = Views()
         self.end = until
@@ -45,7 +46,7 @@ class Placing:
         """
         needed = [self._in_part(self._needed(value)) for value in inputs if value is not None]
         written = [
-            self._in_part(self._memory_of(inputs[slot]).read) for slot, _ in result.writes if type(inputs[slot]) is int
+            self._in_part(self._uses_of(inputs[slot]).read) for slot, _ in result.writes if type(inputs[slot]) is int
         ]
         known = [visit for visit in needed if visit >= 0]
         after = max([*known, *written], default=-1)
@@ -67,7 +68,7 @@ class Placing:
 
     def last_read(self, value: int) -> int:
         """The latest visit that has read a value's memory."""
-        return self._memory_of(value).read
+        return self._uses_of(value).read
 
     def note(self, event: Event) -> None:
         """Take in an event that has been placed."""
@@ -81,22 +82,16 @@ class Placing:
         self.latest = max(self.latest, visit)
         for value in event.inputs:
             if type(value) is int:
-                self._memory_of(value).read = max(self._memory_of(value).read, visit)
+                self._uses_of(value).read = max(self._uses_of(value).read, visit)
                 if value < 0:
                     self._first_uses.setdefault(value, visit)
-        for value, shares in zip(event.outputs, event.result.shares, strict=True):
-            if value is None:
-                continue
+        self.memory.note(event)
+        for value in event.made():
             self.visits[value] = visit
-            homes = [event.inputs[slot] for slot in shares if type(event.inputs[slot]) is int]
-            if homes:
-                self._memory[value] = self._memory_of(homes[0])
-        for slot, _, value in event.writes:
-            self.visits[value] = visit
-            before = event.inputs[slot]
-            if type(before) is int:
-                memory = self._memory[value] = self._memory_of(before)
-                memory.written = max(memory.written, visit)
+        for slot, _, _ in event.writes:
+            if type(event.inputs[slot]) is int:
+                uses = self._uses_of(event.inputs[slot])
+                uses.written = max(uses.written, visit)
 
     def _next_lap(self) -> int:
         """The first visit of the first stage that nothing has run on."""
@@ -109,7 +104,7 @@ class Placing:
 
     def _ready(self, value: int) -> int:
         """The visit after which a value is there; -1 from the beginning."""
-        return max(self.visits.get(value, -1), self._memory_of(value).written)
+        return max(self.visits.get(value, -1), self._uses_of(value).written)
 
     def _needed(self, value: Any) -> int:
         """The visit that an event has to come after, or be on, for an input."""
@@ -181,15 +176,12 @@ class Placing:
                 lowest = min(later, default=lowest)
         return lowest
 
-    def _memory_of(self, value: int | None) -> _Memory:
-        found = self._memory.get(value)  # type: ignore[arg-type]
-        if found is None:
-            found = self._memory[value] = _Memory()  # type: ignore[index]
-        return found
+    def _uses_of(self, value: int) -> _Uses:
+        return self._uses.setdefault(self.memory.of(value), _Uses())
 
 
-class _Memory:
-    """Of values that share their memory: the latest visit that has read it, and that has written it."""
+class _Uses:
+    """Of memory: the latest visit that has read it, and that has written it."""
 
     __slots__ = ("read", "written")
 

@@ -23,6 +23,7 @@ from lightning_pipeline.recording.event import MICROBATCHES_MEET, Event
 from lightning_pipeline.recording.operation import Template, TensorSlot
 from lightning_pipeline.recording.program import Program
 from lightning_pipeline.recording.sequence_rules import Axes, argument, axes_of, resized
+from lightning_pipeline.recording.views import Memory
 
 ATTENTION = F.scaled_dot_product_attention
 _POSITIONS = 2
@@ -66,7 +67,7 @@ class SequenceCut:
         self.skipped: set[int] = set()
         self.joined: list[Event] = []
         self._wanted = _wanted(program, attending)
-        self._memory: dict[Any, frozenset[Any]] = {}  # of values: where their data is
+        self._memory = Memory()
         self._in_parts: set[Any] = set()  # memory of what is cut, or has been cut or joined
         for number, event in enumerate(program.events):
             if event.visit >= 0:
@@ -76,7 +77,7 @@ class SequenceCut:
         """Decide how an event runs. `inputs`: its slots, if it is attention."""
         cut = {slot: self.dims[value] for slot, value in enumerate(event.inputs) if value in self.dims}
         made = [value for value in event.outputs if value is not None]
-        self._note_memory(event)
+        self._memory.note(event)
         if inputs is not None:
             self.calls[number] = self.ranks.attention, event.call.args, event.call.kwargs
             self._cut(number, event, cut, dict.fromkeys(inputs, _POSITIONS), _POSITIONS)
@@ -111,7 +112,7 @@ class SequenceCut:
             if value is not None:
                 assert isinstance(spec, TensorSpec)
                 self.dims[value], self.specs[value] = dim, _part_of(spec, dim, self.ranks.size)
-                self._in_parts |= self._memory[value]
+                self._in_parts.add(self._memory.of(value))
 
     def _call(self, number: int, event: Event, dim: int) -> None:
         function, spec = resized(event), event.result.tensors[0]
@@ -123,26 +124,17 @@ class SequenceCut:
 
     def _take(self, number: int, event: Event, slot: int, how: Callable[..., Tensor], dim: int) -> None:
         self.taken[number, slot] = how, dim
-        self._in_parts |= self._memory_of(event, slot)
+        self._in_parts.add(self._memory_of(event, slot))
 
     # -- writes into what several values share ----------------------------------------------------------------------
 
-    def _memory_of(self, event: Event, slot: int) -> frozenset[Any]:
+    def _memory_of(self, event: Event, slot: int) -> Any:
         value = event.inputs[slot]
-        key = value if type(value) is int else (event.first_captured, slot)
-        return self._memory.get(key, frozenset([key]))
-
-    def _note_memory(self, event: Event) -> None:
-        for value, slots in zip(event.outputs, event.result.shares, strict=True):
-            if value is not None:
-                shared = (self._memory_of(event, slot) for slot in slots)
-                self._memory[value] = frozenset().union(*shared) if slots else frozenset([value])
-        for slot, _, value in event.writes:
-            self._memory[value] = self._memory_of(event, slot)
+        return self._memory.of(value) if type(value) is int else (event.first_captured, slot)
 
     def _refuse_write(self, event: Event) -> None:
         for slot, _, _ in event.writes:
-            if self._memory_of(event, slot) & self._in_parts:
+            if self._memory_of(event, slot) in self._in_parts:
                 raise NotImplementedError(
                     f"{event.name} writes in place into a tensor of which context_parallel_size={self.ranks.size} "
                     f"gives each rank a part ({event.line}): write x = x + y instead of x += y, and leave out "

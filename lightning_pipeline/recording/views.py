@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_pipeline.partition.torch_functions import function_name
 from lightning_pipeline.recording.event import Event
+from lightning_pipeline.recording.matcher import HookTensor
+
+
+class Memory:
+    """Which operands of events share their memory. It is known by the first value that has it, or by the tensor of the
+    module (below zero) or of a hook that it is of."""
+
+    def __init__(self) -> None:
+        self._firsts: dict[int, Any] = {}
+
+    def of(self, operand: Any) -> Any:
+        """What an operand's memory is known by."""
+        return self._firsts.get(operand, operand)
+
+    def module_tensor(self, operand: Any) -> int | None:
+        """The number of the module's tensor that an operand is, or shares memory with."""
+        first = self.of(operand)
+        return -1 - first if type(first) is int and first < 0 else None
+
+    def note(self, event: Event) -> dict[int, bool]:
+        """Take in the next event. Returns the module's tensors that it writes into, by number, and whether it gives
+        them another memory."""
+        found: dict[int, bool] = {}
+        for slot, _, value in event.writes:
+            self._put(value, (event.inputs[slot],))
+            if (number := self.module_tensor(event.inputs[slot])) is not None:
+                found[number] = event.name == "data.__set__"
+        for output, slots in zip(event.outputs, event.result.shares, strict=True):
+            if output is not None:
+                self._put(output, [event.inputs[slot] for slot in slots])
+        return found
+
+    def _put(self, value: int, shared: Sequence[Any]) -> None:
+        firsts = list(map(self.of, shared))
+        numbers = [first for first in firsts if type(first) is int]
+        if numbers or any(isinstance(first, HookTensor) for first in firsts):
+            self._firsts[value] = min(numbers) if numbers else firsts[0]
 
 
 class View(NamedTuple):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
+from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
-from lightning_pipeline.partition.torch_functions import function_name, kind_of
+from lightning_pipeline.partition.torch_functions import kind_of
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.own_changes import result_of_write
 from lightning_pipeline.recording.step_gradients import GETTERS, GRADIENT_CALLS, given, written
@@ -134,21 +134,15 @@ class _WithoutUpdates(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._parameters: Any = WeakIdKeyDictionary(dict.fromkeys(module.parameters()))  # and views of them
+        self._memory = set(map(memory_of, module.parameters()))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in GRADIENT_CALLS and isinstance(args[0], nn.Parameter):
             return torch.zeros_like(args[0]) if func in GETTERS else None
-        if any(tensor in self._parameters for tensor in written(func, kind_of(func), args, kwargs)):
+        if any(memory_of(tensor) in self._memory for tensor in written(func, kind_of(func), args, kwargs)):
             return result_of_write(func, args, kwargs)
-        found = func(*args, **kwargs)
-        if function_name(func) in _VIEWS and args[0] in self._parameters:
-            self._parameters[found] = None
-        return found
-
-
-_VIEWS = frozenset(("data.__get__", "detach", "__getitem__", "view"))
+        return func(*args, **kwargs)
 
 
 class _Kind(Enum):
