@@ -87,10 +87,10 @@ class OwnChanges:
         if kind not in _WITH_DATA or self.is_making:
             return
         used, made = tree.leaves((args, kwargs)), tree.leaves(found)
-        if used and kind is not FunctionKind.DRAWS and all(map(self._is_free, used)):
-            has_weights = any(map(self._has_weights, used))
+        weights = list(map(self._weights, used))
+        if used and kind is not FunctionKind.DRAWS and None not in weights:
             for tensor in made:
-                self._free[tensor] = has_weights
+                self._free[tensor] = any(weights)
         numbers = {memory: self._behind(tensor) for tensor in used for memory in (memory_of(tensor),)}
         targets = [*written(func, kind, args, kwargs), *_written_beside(func, args, kwargs)]
         self._changed |= _known(map(self._behind, targets))
@@ -129,11 +129,11 @@ class OwnChanges:
         numbers = [self._behind(tensor) for tensor in targets]
         if not numbers or None in numbers:
             return None
-        used = tree.leaves((args, kwargs))
-        if not all(map(self._is_free, used)):
+        weights = list(map(self._weights, tree.leaves((args, kwargs))))
+        if None in weights:
             return None
         found = tuple(number for number in numbers if number is not None)
-        is_of_weights = not any(map(self._tensors.is_buffer.__getitem__, found)) or any(map(self._has_weights, used))
+        is_of_weights = not any(map(self._tensors.is_buffer.__getitem__, found)) or any(weights)
         if not is_of_weights and not _is_torchs_average():
             return None
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, (bool, int, float))]
@@ -151,15 +151,13 @@ class OwnChanges:
         number = self._numbers.get(memory)
         return number if number is None or memory_of(self._tensors.tensors[number]) == memory else None
 
-    def _is_free(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the same for all micro-batches, as it is computed from nothing of the batch."""
+    def _weights(self, tensor: Tensor) -> bool | None:
+        """Whether a tensor is a parameter or its gradient, or is computed from one; None if it is not the same for all
+        micro-batches, which it is if it is computed from nothing of the batch."""
         number = self._behind(tensor)
-        return tensor in self._free if number is None else number not in self._changed
-
-    def _has_weights(self, tensor: Tensor) -> bool:
-        """Whether a free tensor is a parameter or its gradient, or is computed from one."""
-        number = self._behind(tensor)
-        return bool(self._free.get(tensor)) if number is None else not self._tensors.is_buffer[number]
+        if number is None:
+            return self._free.get(tensor)
+        return None if number in self._changed else not self._tensors.is_buffer[number]
 
 
 class OwnChangesOnPath(OwnChanges):
@@ -188,15 +186,11 @@ class OwnChangesOnPath(OwnChanges):
         value = self._value_of(tensor)
         return super()._behind(tensor) if value is None else self._memory.module_tensor(value)
 
-    def _is_free(self, tensor: Tensor) -> bool:
+    def _weights(self, tensor: Tensor) -> bool | None:
         number, value = self._behind(tensor), self._value_of(tensor)
-        if number is not None:
-            return number not in self._changed and number not in self._changed_on_path
-        return tensor in self._free if value is None else value in self._free_values
-
-    def _has_weights(self, tensor: Tensor) -> bool:
-        value = self._value_of(tensor)
-        return super()._has_weights(tensor) if value is None else self._value_has_weights(value)
+        if number in self._changed_on_path:
+            return None
+        return super()._weights(tensor) if number is not None or value is None else self._free_values.get(value)
 
     def _value_of(self, tensor: Tensor) -> int | None:
         number = self._tensors.number_of(tensor)
@@ -223,39 +217,28 @@ class OwnChangesOnPath(OwnChanges):
     def _take_in(self, event: Event, announced: Sequence[int]) -> None:
         numbers = {self._memory.module_tensor(value) for value in event.inputs}
         captured = range(event.first_captured, event.num_captured)
-        is_free = all(map(self._is_free_value, event.inputs)) and all(map(self._is_free_here, captured))
-        is_free &= not event.draws
+        weights = [*map(self._weights_of, event.inputs), *map(self._weights_here, captured)]
+        is_free = None not in weights and not event.draws
         changed = self._memory.note(event).keys()
         if is_free:
-            has_weights = any(map(self._value_has_weights, event.inputs)) or any(map(self._has_weights_here, captured))
-            self._free_values.update(dict.fromkeys(event.made(), has_weights))
+            self._free_values.update(dict.fromkeys(event.made(), any(weights)))
         if is_free and changed and changed <= set(announced):
             return
         self._changed_on_path |= changed
         if changed or not all(event.result.shares):  # or it makes views
             self._seen_on_path |= _known(numbers)
 
-    def _is_free_value(self, value: Any) -> bool:
-        number = self._memory.module_tensor(value)
+    def _weights_of(self, operand: Any) -> bool | None:
+        """Likewise, of an operand of an event."""
+        number = self._memory.module_tensor(operand)
         if number is not None:
-            return number not in self._changed_on_path
-        return value is CAPTURED or value in self._free_values
+            return None if number in self._changed_on_path else not self._tensors.is_buffer[number]
+        return False if operand is CAPTURED else self._free_values.get(operand)
 
-    def _value_has_weights(self, value: Any) -> bool:
-        number = self._memory.module_tensor(value)
-        return bool(self._free_values.get(value)) if number is None else not self._tensors.is_buffer[number]
-
-    def _captured(self, place: int) -> Any:
-        return self._recording.copied_from.get(place, self._recording.captured[place])
-
-    def _is_free_here(self, place: int) -> bool:
+    def _weights_here(self, place: int) -> bool | None:
         """Likewise, of what has been captured."""
-        found = self._captured(place)
-        return not isinstance(found, Tensor) or self._is_free(found)
-
-    def _has_weights_here(self, place: int) -> bool:
-        found = self._captured(place)
-        return isinstance(found, Tensor) and self._has_weights(found)
+        found = self._recording.copied_from.get(place, self._recording.captured[place])
+        return self._weights(found) if isinstance(found, Tensor) else False
 
 
 def _known(numbers: Any) -> set[int]:
