@@ -138,12 +138,7 @@ class Graph:
                     place = event.matcher.captured_tensors.get(slot)
                     captured = None if place is None else self._captured[event.first_captured + place]
                     operands.append(fake(value if type(value) is int else None, spec, captured))
-                try:
-                    found = run_event(event, operands, self._captured, lambda number: None)
-                except UNKNOWN:
-                    fakes.update(of_any_shape(event, operands, inference))
-                else:
-                    fakes.update(values_made(event, operands, found))
+                fakes.update(made_of_fakes(event, operands, self._captured, inference))
             own = [
                 fake(value if type(value) is int else None, spec, tensor)
                 for value, spec, tensor in zip(inputs, specs, call.tensors, strict=True)
@@ -167,10 +162,17 @@ def _comes_from(tensor: Any, leaf: Tensor) -> bool:
     return any(getattr(edge.node, "variable", None) is leaf for _, _, edge in edges_before([tensor], ()))
 
 
-def of_any_shape(event: Event, operands: Sequence[Tensor], inference: Inference) -> dict[int, Tensor]:
-    """Fake results of an event whose shapes only its data tells, of the shapes that they had, in a graph of its
-    operands."""
-    before = _summed([one for one in operands if one.requires_grad])
+def made_of_fakes(
+    event: Event, operands: Sequence[Tensor], captured: Sequence[Any], inference: Inference
+) -> dict[int, Tensor]:
+    """The values that an event makes of fake operands: where only data tells their shapes, of those that they had, in a
+    graph of the operands."""
+    try:
+        found = run_event(event, operands, captured, lambda number: None)
+        return dict(values_made(event, operands, found))
+    except UNKNOWN:
+        pass
+    before = _summed([one for one in operands if one.requires_grad]) if event.gives_gradients() else 0
     made = (*zip(event.result.tensors, event.outputs, strict=True), *(write[1:] for write in event.writes))
     return {
         value: inference.fake(spec.but(requires_grad=False)) + before if spec.requires_grad else inference.fake(spec)

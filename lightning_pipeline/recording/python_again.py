@@ -29,11 +29,10 @@ from lightning_pipeline.partition.placeholder import Placeholder, describe
 from lightning_pipeline.partition.torch_functions import FunctionKind, function_name, kind_of
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording import process_flags
-from lightning_pipeline.recording.autograd_calls import Graph, of_any_shape
+from lightning_pipeline.recording.autograd_calls import Graph, made_of_fakes
 from lightning_pipeline.recording.event import CHECKPOINT_BEGINS, Event, checkpointed
 from lightning_pipeline.recording.everywhere import compute_everywhere
-from lightning_pipeline.recording.execution import autocast_as, run_event, values_made
-from lightning_pipeline.recording.inference import UNKNOWN
+from lightning_pipeline.recording.execution import autocast_as
 from lightning_pipeline.recording.matcher import UNLIKE
 from lightning_pipeline.recording.provenance import is_same
 from lightning_pipeline.recording.reachable_state import Look
@@ -182,14 +181,8 @@ def _saving(recording: Recording, events: Sequence[Event], outer: Sequence[int])
                 operands.append(inference.fake(spec) if known is None else known)
                 if type(value) is int:
                     fakes[value] = operands[-1]
-            try:
-                with saved_tensors_hooks(pack, lambda tensor: tensor):
-                    made = run_event(event, operands, captured, lambda number: None)
-            except UNKNOWN:  # as for a mask, which is saved
-                found |= {place} if event.gives_gradients() else set()
-                fakes.update(of_any_shape(event, operands, inference))
-            else:
-                fakes.update(values_made(event, operands, made))
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                fakes.update(made_of_fakes(event, operands, captured, inference))
     return found
 
 
