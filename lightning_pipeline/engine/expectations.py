@@ -175,7 +175,8 @@ def _can_be_taken_back(program: Program, reads: Sequence[int]) -> bool:
     """
     if program.leaves or any(program.foreign):
         return False
-    memory, written = Memory(), set()
+    memory = Memory()
+    written: set[object] = set()
     for event in program.events:
         if event.visit < 0:
             continue

@@ -69,6 +69,10 @@ class EarlierValue(NamedTuple):
     visit: int
 
 
+Given = tuple[Call, Sequence[Any], Sequence[TensorSpec], tuple[bool, bool, Any]]
+"""A call, what each of its tensors stands for, their specs, and the `torch_state`."""
+
+
 _GETTER = type(Tensor.data.__get__)  # type: ignore[attr-defined]
 _UNIQUE = (bool, type(None), type(Ellipsis), torch.dtype, torch.memory_format, torch.layout)
 
@@ -135,33 +139,19 @@ def _compiled(source: str) -> CodeType:
     return compile(source, "<a matcher>", "exec")
 
 
-def make_comparison(
-    function: Any,
-    call: Call,
-    inputs: Sequence[Any],
-    specs: Sequence[TensorSpec],
-    state: tuple[bool, bool, Any],
-    module_tensors: Sequence[Tensor],
-) -> Callable[..., Any]:
+def make_comparison(function: Any, given: Given, module_tensors: Sequence[Tensor]) -> Callable[..., Any]:
     """A function like `Matcher.match`, which takes nothing along and gives the call's tensors, by slot."""
     source = Source()
-    names = _compare(source, function, call, inputs, specs, state, module_tensors)
-    for slot, tensor in enumerate(call.tensors):
+    names = _compare(source, function, given, module_tensors)
+    for slot, tensor in enumerate(given[0].tensors):
         source.unless(f"type({names[slot]}) is not {source.constant(type(tensor))}")
     source.lines.append(f"    return [{', '.join(names[slot] for slot in range(len(names)))}]")
     return source.function("match")
 
 
-def _compare(
-    source: Source,
-    function: Any,
-    call: Call,
-    inputs: Sequence[Any],
-    specs: Sequence[TensorSpec],
-    state: tuple[bool, bool, Any],
-    module_tensors: Sequence[Tensor],
-) -> dict[int, str]:
+def _compare(source: Source, function: Any, given: Given, module_tensors: Sequence[Tensor]) -> dict[int, str]:
     """Write what tells a call from others, and what takes its content along. Returns the names of tensors, by slot."""
+    call, inputs, specs, state = given
     args, kwargs = call.args, call.kwargs
     names: dict[int, str] = {}
     source.lines.append("def match(function, args, kwargs, recording):")
@@ -265,7 +255,7 @@ def make_matcher(event: Event, module_tensors: Sequence[Tensor]) -> Matcher:
     source = Source()
     if event.draws:
         source.captures.append("recording.note_draw()")
-    names = _compare(source, event.function, event.call, inputs, specs, event.state, module_tensors)
+    names = _compare(source, event.function, (event.call, inputs, specs, event.state), module_tensors)
     source.lines += [f"    {line}" for line in source.captures]
     pool: list[Placeholder] = []
     source.names["pool"] = pool

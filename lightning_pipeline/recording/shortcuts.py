@@ -25,8 +25,8 @@ from lightning_pipeline.partition.placeholder import NUM_ATTRIBUTES, Placeholder
 from lightning_pipeline.recording.code_reader import is_plain
 from lightning_pipeline.recording.event import Event
 from lightning_pipeline.recording.everywhere import Constants, count
-from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, make_comparison, renewed
-from lightning_pipeline.recording.operation import Call, TensorSlot, take_apart
+from lightning_pipeline.recording.matcher import CAPTURED, UNLIKE, Given, make_comparison, renewed
+from lightning_pipeline.recording.operation import TensorSlot, take_apart
 from lightning_pipeline.recording.path import inspect
 from lightning_pipeline.recording.pure_modules import PureModule, state_of
 
@@ -59,7 +59,8 @@ class Shortcut(NamedTuple):
     Attributes:
         match: gives the tensors of a like call (`make_comparison`).
         end: the call's last event.
-        captures: what the call takes along, in order: `DRAW`, the slot of one of its arguments, a number, or a constant.
+        captures: what the call takes along, in order: `DRAW`, the slot of one of its arguments, a number, or a tensor
+            that is constant.
         counters: what it increases by one on every rank, as batch norms do.
         made: the result; those in a tuple, if it is one.
         makers: the events that make them.
@@ -115,8 +116,9 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
                 state = state_of(module)
                 fruitless, changes = fruitless + 1, changes + 1
             known: Shortcut | None = None if begin.shortcuts is None else begin.shortcuts.get(module)
-            is_known = known is not None and known.state is state
-            operands = known.match(call, args, kwargs, recording) if known is not None and is_known else UNLIKE
+            operands: Any = UNLIKE
+            if known is not None and known.state is state:
+                operands = known.match(call, args, kwargs, recording)
         if operands is not UNLIKE and known is not None and (not known.counters or count(recording, known.counters)):
             changes = 0
             for capture in known.captures:
@@ -161,7 +163,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         is_known = len(made) == len(results) and len(different) == sum(isinstance(one, Tensor) for one in results)
         if captures is not None and is_known and state.is_unchanged():
             makers = frozenset(one.maker for one in made if one.maker is not None)
-            match = make_comparison(call, *given, recording.tensors.tensors)
+            match = make_comparison(call, given, recording.tensors.tensors)
             shortcut = Shortcut(state, match, end, captures, counters, made, makers, gives_tuple)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
             fruitless = 0
@@ -172,7 +174,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     return in_place
 
 
-def _given(function: Any, args: Any, kwargs: Any, recording: Any) -> tuple[Call, list[Any], list[Any], Any] | None:
+def _given(function: Any, args: Any, kwargs: Any, recording: Any) -> Given | None:
     """What a call is given (`inspect`); None if an argument may change, or is not of this micro-batch."""
     with _torch.DisableTorchFunction():
         call = take_apart(function, args, kwargs)
