@@ -128,7 +128,7 @@ def come_together(
                 f"what shared its memory with another tensor has had its .data set, and one of them is written into "
                 f"({users_line()}): write into a clone()"
             )
-        if views.view(first).is_of_module:
+        if placing.memory.module_tensor(first) is not None:
             used, others = {own}, [own]
         else:
             family = {*views.family(own)}
@@ -233,7 +233,7 @@ def _make_anew(recording: Recording, views: Views, visit: int, first: int, used:
     made: dict[tuple[int, int], list[Any]] = {}
     for tensor in [first, *(one for one in views.family(first) if one in needed and one != first)]:
         places = _placeholders(recording, views, tensor)
-        if tensor == first and views.view(first).is_of_module:
+        if tensor == first and recording.placing.memory.module_tensor(first) is not None:
             new[first] = _view_of_module(recording, views, first, visit)
         elif tensor == first:
             value = views.value_of(first)

@@ -54,14 +54,12 @@ class View(NamedTuple):
         event: which made it; None for the batch's.
         place: its place among what that made.
         is_differentiable: gradients go back to the source.
-        is_of_module: it shares the memory of a tensor of the module.
     """
 
     source: int | None
     event: Event | None
     place: int
     is_differentiable: bool = False
-    is_of_module: bool = False
 
 
 class Views:
@@ -83,8 +81,7 @@ class Views:
             sources = [event.inputs[slot] for slot in shares]
             source = next((one for one in sources if type(one) is int and one >= 0), None)
             if source is None:
-                is_of_module = any(type(one) is int for one in sources)
-                self._makers[value] = View(None, event, index, is_of_module=is_of_module)
+                self._makers[value] = View(None, event, index)
                 continue
             tensor = self.tensor_of(source)
             is_differentiable = event.state[0] and not _detaches(event)
