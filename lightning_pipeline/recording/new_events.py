@@ -119,12 +119,11 @@ def _refuse(func: Any, kwargs: dict[str, Any]) -> None:
 
 def _refuse_update(recording: Recording, inputs: Sequence[Any], result: Result) -> None:
     """Refuse a call that writes into a parameter whose gradient the step has read."""
-    views = recording.placing.views
+    memory = recording.placing.memory
     for slot, _ in result.writes:
-        if type(inputs[slot]) is int:
-            first = views.first_of(views.tensor_of(inputs[slot]))
-            if first < 0 and not given.names.isdisjoint(recording.tensors.names[-1 - first]):
-                refuse_update()
+        number = memory.module_tensor(inputs[slot])
+        if number is not None and not given.names.isdisjoint(recording.tensors.names[number]):
+            refuse_update()
 
 
 def _refuse_resizing(
