@@ -117,7 +117,14 @@ class GivesModules(nn.Module):
         return x
 
 
-PURE = [Block, NamedAlike, GivesModules, Positions, partial(nn.TransformerDecoderLayer, 4, 2), partial(nn.BatchNorm1d, 4)]
+PURE = [
+    Block,
+    NamedAlike,
+    GivesModules,
+    Positions,
+    partial(nn.TransformerDecoderLayer, 4, 2),
+    partial(nn.BatchNorm1d, 4),
+]
 
 
 @pytest.mark.parametrize("make", PURE, ids=lambda make: getattr(make, "func", make).__name__)
