@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -49,7 +49,8 @@ class OptimizerLayout:
         is_elementwise: the optimizer updates each element by itself, so a slice of a parameter has a slice of state.
         groups: parameter names of each group, over the whole model.
         dtypes: name to dtype of each parameter, in the optimizer's own order.
-        notes: what its constructor has noted in the states of parameters, beside tensors.
+        notes: what its constructor has noted in the states of parameters. Of torch's own, which skip parameters without
+            gradients, no tensors.
 
     Raises:
         ValueError: the optimizer holds a tensor that is not a parameter of the module.
@@ -85,7 +86,8 @@ class OptimizerLayout:
             self.dtypes.update((names[id(parameter)], parameter.dtype) for parameter in group["params"])
             state = self.optimizer.state
             if type(state) in (dict, defaultdict):  # to hooks, what stands for it may be in parts
-                found = {parameter: _notes_in(state.get(parameter)) for parameter in group["params"]}
+                kinds = _NOTES if type(self.optimizer).__module__.startswith("torch.") else (*_NOTES, Tensor)
+                found = {parameter: _notes_in(state.get(parameter), kinds) for parameter in group["params"]}
                 self.notes.update((parameter, notes) for parameter, notes in found.items() if notes)
         self._keep_kinds_apart()
 
@@ -260,9 +262,9 @@ class OptimizerLayout:
         return {key: fit(value) for key, value in state.items()}
 
 
-def _notes_in(state: Any) -> dict[Any, Any]:
+def _notes_in(state: Any, kinds: tuple[type, ...]) -> dict[Any, Any]:
     """What is noted in a parameter's state; None stands for no state."""
-    return {key: value for key, value in state.items() if isinstance(value, _NOTES)} if isinstance(state, dict) else {}
+    return {key: value for key, value in state.items() if isinstance(value, kinds)} if isinstance(state, dict) else {}
 
 
 def _in_memory(value: Any) -> Any:

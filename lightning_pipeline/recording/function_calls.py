@@ -7,11 +7,12 @@ number that it has in one process. What else only one stage would do is refused,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline import _torch
@@ -22,6 +23,7 @@ from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import SeededDraws
 from lightning_pipeline.recording.function_state import Use, objects_in, use_of
 from lightning_pipeline.recording.inference import CallError, Result
+from lightning_pipeline.recording.operation import Call
 from lightning_pipeline.recording.reachable_state import Places
 
 APPLY = vars(_torch.FunctionBase)["apply"]
@@ -161,9 +163,38 @@ _GIVEN = "_given_parameters"
 
 def _parameters_of(args: Any) -> list[nn.Parameter]:
     """The parameters among arguments, and of the modules among them and of their methods."""
-    modules = [one for one in (getattr(arg, "__self__", arg) for arg in args) if isinstance(one, nn.Module)]
+    modules = _modules_in(args)
     given = (arg for arg in args if isinstance(arg, nn.Parameter))
     return list(dict.fromkeys([*given, *(parameter for module in modules for parameter in module.parameters())]))
+
+
+def _modules_in(args: Any) -> list[nn.Module]:
+    """The modules among arguments, and those of the methods among them."""
+    return [one for one in (getattr(arg, "__self__", arg) for arg in args) if isinstance(one, nn.Module)]
+
+
+@contextmanager
+def weights_stood_in(args: Any, data: Mapping[int, Tensor]) -> Iterator[None]:
+    """While entered, others stand for the parameters and buffers of modules among arguments that other stages hold.
+
+    Args:
+        data: of those, by their ids; zeros stand for the others.
+    """
+    modules = _modules_in(args)
+    held = [slots for module in modules for one in module.modules() for slots in (one._parameters, one._buffers)]
+    absent = [(slots, name, one) for slots in held for name, one in slots.items() if type(one) is Placeholder]
+    made: dict[int, Tensor] = {}
+    for slots, name, one in absent:
+        if id(one) not in made:
+            own = data.get(id(one))
+            own = torch.zeros(one.shape, dtype=one.dtype, device=one.device) if own is None else own.detach()
+            made[id(one)] = nn.Parameter(own, one.requires_grad) if isinstance(one, nn.Parameter) else own
+        slots[name] = made[id(one)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for slots, name, one in absent:
+            slots[name] = one  # type: ignore[assignment]
 
 
 def _gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
@@ -181,17 +212,23 @@ def _check_unchanged(cls: Any, use: Use, objects: Sequence[Any]) -> None:
         )
 
 
-def inferred(cls: Any, args: Any, infer: Callable[[], Result | None]) -> tuple[Result | None, int]:
+def inferred(cls: Any, call: Call, infer: Callable[[], Result | None]) -> tuple[Result | None, int]:
     """What `infer` gives, which runs the forward of a function of the user's, and how often that draws.
 
     Raises:
-        NotImplementedError: it does more than that, or calls modules among the arguments that another stage holds.
+        NotImplementedError: it does more than that, or calls modules among the arguments that another stage holds and
+            whose weights are not among the arguments, too.
     """
     before = dict(vars(cls))
-    found, num_draws, is_drawn = _infer_counted(infer)
-    if is_drawn:  # perhaps by a module that was imported just now, which it is once
+    given = set(map(id, call.tensors))
+    is_without = any(type(one) is Placeholder and id(one) not in given for one in _parameters_of(call.args))
+    with nullcontext() if is_without else weights_stood_in(call.args, {}):
         found, num_draws, is_drawn = _infer_counted(infer)
-    if found is None and any(type(parameter) is Placeholder for parameter in _parameters_of(args)):
+        if is_drawn:  # perhaps by a module that was imported just now, which it is once
+            found, num_draws, is_drawn = _infer_counted(infer)
+    buffers = (buffer for module in _modules_in(call.args) for buffer in module.buffers())
+    is_without |= any(type(one) is Placeholder and id(one) not in given for one in buffers)
+    if found is None and is_without:
         raise NotImplementedError(
             f"{cls.__name__}.apply is given a module that another stage holds, and uses its weights ({users_line()}): "
             f"give apply the weights as tensors, and use those; to recompute layers, take torch.utils.checkpoint"

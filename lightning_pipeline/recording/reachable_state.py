@@ -189,12 +189,17 @@ def roots_of(values: Iterable[Any]) -> tuple[list[Any], list[Any], Any]:
     roots: list[Any] = []
     containers: list[Any] = []
     key: list[int] = []
+    taken: dict[int, Any] = {}  # what leads on, perhaps to itself
     pending = [(value, 0) for value in values]
     while pending:
         value, depth = pending.pop()
         if value is None or isinstance(value, Tensor) or (is_atom(value) and not isinstance(value, FunctionType)):
             continue
+        if id(value) in taken:
+            continue
         parts = parts_of(value, _LONG)
+        if parts is not None:
+            taken[id(value)] = value
         if parts is None:
             key += (id(value), len(attributes_of(value) or ()))
             roots.append(value)

@@ -18,6 +18,7 @@ from lightning_pipeline.partition.torch_functions import (
     is_of_memory,
     kind_of,
 )
+from lightning_pipeline.recording.function_calls import weights_stood_in
 from lightning_pipeline.recording.inference import Result
 from lightning_pipeline.recording.matcher import CAPTURED, EarlierValue, HookTensor
 from lightning_pipeline.recording.operation import Call, TensorSlot, put_together, take_apart
@@ -66,7 +67,8 @@ def result_on_data(recording: Recording, func: Any, call: Call, specs: Sequence[
     if data is None:
         recording.is_simple = False
         data = data_of(recording, call)
-    with _torch.DisableTorchFunction():
+    by_id = dict(zip(map(id, call.tensors), data, strict=True))
+    with _torch.DisableTorchFunction(), weights_stood_in(call.args, by_id):
         return recording.recorder.inference.result_on_data(func, call, data, specs)
 
 

@@ -212,7 +212,7 @@ class Recorder:
                 self._results[key] = found and replace(found, draws=function.num_draws)
             elif hasattr(function, "applies"):
                 infer = partial(self.inference.result, function, call, specs)
-                found, num_draws = inferred(function.applies, call.args, infer)
+                found, num_draws = inferred(function.applies, call, infer)
                 self._results[key] = found and replace(found, draws=num_draws)
             else:
                 self._results[key] = self.inference.result(function, call, specs)

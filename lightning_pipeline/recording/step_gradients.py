@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline import _torch
@@ -66,6 +66,8 @@ class StepGradients:
             return None
         if func not in GETTERS:
             return UNANSWERED
+        if _is_of_buffer(args[0]):
+            return None
         if _is_in_zero_grad():
             self._clear(name, number)
             return None
@@ -79,6 +81,13 @@ class StepGradients:
             )
         if self.clear is not None:
             self.clear(name, number)
+
+
+def _is_of_buffer(tensor: Tensor) -> bool:
+    """Whether a tensor of the module is a buffer, which has no gradient."""
+    with _torch.DisableTorchFunction():
+        is_buffer = not tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+        return is_buffer and (type(tensor) is Placeholder or tensor.grad is None)
 
 
 def _is_in_zero_grad() -> bool:

@@ -164,11 +164,10 @@ def bring_base(
         known.coming = views_of(base)
         if not known.coming:
             continue
-        places = [(one, *_part(one, base)) for one in known.coming]
+        parts = [_part(one, base) for one in known.coming]
         _see(recording, base, None, TensorSpec.of(base), visit)  # refused if others share the memory
         known.coming = ()
-        for one, *place in places:
-            stand_for(recording, one, recording.__torch_function__(part_of, (), (base, *place)))
+        _stand_for_parts(recording, parts, base)
         return True
     return False
 
@@ -196,14 +195,42 @@ def _bring_views_of_buffer(recording: Recording, number: int) -> bool:
         refuse_shared()
     if views:
         note_written(recording, {number})
-    for view in views:
-        stand_for(recording, view, recording.__torch_function__(part_of, (), (buffer, *_part(view, buffer))))
+    _stand_for_parts(recording, [_part(view, buffer) for view in views], buffer)
     return bool(views)
 
 
-def _part(view: Tensor, base: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    """Which part of a tensor a view is: its size, its strides, and where it begins."""
-    return view.shape, view.stride(), int(view.storage_offset()) - int(base.storage_offset())
+class _Part(NamedTuple):
+    """Which part of a tensor a view is.
+
+    Attributes:
+        whole: the id of the tensor that autograd takes it for a view of, which is another one than that of the base
+            for what was made by ``.data`` or ``detach()``.
+        place: its size, its strides, and where it begins.
+    """
+
+    view: Tensor
+    whole: int
+    place: tuple[torch.Size, tuple[int, ...], int]
+
+
+def _part(view: Tensor, base: Tensor) -> _Part:
+    with _torch.DisableTorchFunction():
+        begins = int(view.storage_offset()) - int(base.storage_offset())
+        return _Part(view, _whole(view), (view.shape, view.stride(), begins))
+
+
+def _whole(tensor: Tensor) -> int:
+    return id(tensor if tensor._base is None else tensor._base)
+
+
+def _stand_for_parts(recording: Recording, parts: Sequence[_Part], base: Tensor) -> None:
+    """Have views of a tensor which is a value now be views of that."""
+    with _torch.DisableTorchFunction():
+        sources: dict[int, Tensor] = {_whole(base) if type(base) is not Placeholder else id(base): base}
+    for view, whole, place in parts:
+        if whole not in sources:
+            sources[whole] = recording.__torch_function__(Tensor.data.__get__, (), (base,))  # type: ignore[attr-defined]
+        stand_for(recording, view, recording.__torch_function__(part_of, (), (sources[whole], *place)))
 
 
 def _first(recording: Recording, views: Views, tensors: set[int]) -> int:

@@ -3,6 +3,7 @@ later than the step's Python."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.habits.modules import CLASSES, Layers
+from tests.habits.modules import CLASSES, WIDTH, Layers
 from tests.habits.table import error, habit
 
 
@@ -244,3 +245,74 @@ class CheckpointingOfGuidedDiffusion(Layers):
         for layer in self.layers:
             x = Recomputed.apply(layer.forward, 1, x, *layer.parameters())
         return x
+
+
+class Integrated(torch.autograd.Function):
+    """A flow along a module by Euler's method, with the adjoint equation in backward (Chen et al., 2018)."""
+
+    @staticmethod
+    def forward(ctx: Any, flow: nn.Module, x: Tensor, times: Tensor, *weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            for before, after in pairwise(times):
+                assert after > before
+                x = x + (after - before) * flow(x)
+        ctx.flow = flow
+        ctx.save_for_backward(x, times, *weights)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, times, *weights = ctx.saved_tensors
+        sums = [torch.zeros_like(weight) for weight in weights]
+        for after, before in pairwise(times.flip(0)):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                slope = ctx.flow(x)
+                found = torch.autograd.grad(slope, (x, *weights), gradient)
+            step = after - before
+            x = x - step * slope
+            gradient = gradient + step * found[0]
+            sums = [one + step * other for one, other in zip(sums, found[1:], strict=True)]
+        return None, gradient, None, *sums
+
+
+class Flow(nn.Module):
+    """What a stage holds, called by a function that is given it with its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x))) * self.scale
+
+
+class FlowByAdjoint(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flow = Flow()
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.1", "flow", "layers.2", "layers.3"]
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.integrated(self.layers[1](self.layers[0](x)))
+        return self.layers[3](self.layers[2](x))
+
+
+@habit(shows=False)
+class NeuralODE(FlowByAdjoint):
+    """On a grid: the function looks at its numbers."""
+
+    def integrated(self, x: Tensor) -> Tensor:
+        return Integrated.apply(self.flow, x, torch.linspace(0, 1, 5), *self.flow.parameters())
+
+
+@habit(shows=False)
+class NeuralODEOfTheStage(FlowByAdjoint):
+    """On times that a stage computes, in reach of the function alone."""
+
+    def integrated(self, x: Tensor) -> Tensor:
+        times = torch.cat([x.new_zeros(1), x.detach().abs().mean()[None] + 0.5, x.new_full((1,), 3.0)])
+        return Integrated.apply(self.flow, x, times, *self.flow.parameters())

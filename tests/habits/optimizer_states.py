@@ -447,3 +447,37 @@ class OptimizesNothingByItself(Layers):
 
     def configure_optimizers(self) -> None:
         return None
+
+
+class SlowWeightsInState(torch.optim.Optimizer):
+    """Lookahead with slow weights in a state of its own, which begins in the constructor."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        super().__init__([dict(group) for group in fast.param_groups], {})
+        self.fast, self.num_updates = fast, 0
+        self.param_groups = fast.param_groups
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.fast.step(closure)
+        self.num_updates += 1
+        for group in self.param_groups if self.num_updates % 2 == 0 else ():
+            fast = [parameter for parameter in group["params"] if parameter.grad is not None]
+            slow = [self.state[parameter]["slow"] for parameter in fast if "slow" in self.state[parameter]]
+            torch._foreach_lerp_(fast, slow, weight=0.5)
+            torch._foreach_copy_(slow, fast)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
+
+
+@habit(plain=False, shows=False, calls=("fit", "fit"))
+class LookaheadInState(Layers):
+    """Lists of what has gradients and of their states belong together."""
+
+    def configure_optimizers(self) -> Any:
+        return SlowWeightsInState(torch.optim.Adam(self.parameters(), lr=0.1))

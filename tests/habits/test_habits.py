@@ -34,6 +34,7 @@ BY_DEFAULT = {
         AdamMomentsChanged WGANWithPenalty ClipsByTorch DatasetCounts GathersOverRanksByName
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
         HookTakesGradientsOfWeights PositionsMovedLater PositionsGivenByTheStep DefaultDtypeChangesNumbers
+        AverageByData AverageByParts AsksForGradientsOfBuffers NeuralODE NeuralODEOfTheStage LookaheadInState
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks

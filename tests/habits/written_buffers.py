@@ -246,3 +246,71 @@ class ArrayOfWrittenRow(WritesIntoViews):
         array = self.bank.numpy()
         self.bank[0] += hidden.mean(0)
         self.seen.append(float(array.sum()))
+
+
+class Average(nn.Module):
+    """Keeps an average of what it is given, without cutting it off from the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.require_grad: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(x.mean(0))
+        self.require_grad.append(self.average.requires_grad)
+        return x + self.average
+
+    def keep(self, mean: Tensor) -> None:
+        raise NotImplementedError
+
+
+class KeepsAverage(Layers):
+    average: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = self.average()
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.1", "between", "layers.2", "layers.3"]
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.between(self.layers[1](self.layers[0](x)))
+        return self.layers[3](self.layers[2](x))
+
+
+KEPT = ["between.require_grad", "between.average"]
+
+
+@habit(observed=KEPT, shows=False)
+class AverageByData(KeepsAverage):
+    """``.data`` is what keeps the average out of the graph, whose last step is gone when it is used again."""
+
+    class average(Average):
+        def keep(self, mean: Tensor) -> None:
+            self.average.data.lerp_(mean, 0.1)
+
+
+@habit(observed=KEPT, shows=False)
+class AverageByParts(KeepsAverage):
+    """Of an alias, which is in the graph then."""
+
+    class average(Average):
+        def keep(self, mean: Tensor) -> None:
+            alias, other = self.average.detach(), self.average.data
+            alias[: WIDTH // 2] = mean[: WIDTH // 2]
+            self.average.data.mul_(0.9).add_(mean, alpha=0.1)
+            self.require_grad += [alias.requires_grad, other.requires_grad, self.average.data[0].requires_grad]
+
+
+@habit(observed=KEPT, shows=False)
+class AsksForGradientsOfBuffers(KeepsAverage):
+    """As a codebook does whose average may have been put into them."""
+
+    class average(Average):
+        def keep(self, mean: Tensor) -> None:
+            if self.average.grad is not None:
+                mean = mean + self.average.grad
+                self.average.grad = None
+            self.average.data.lerp_(mean, 0.1)
