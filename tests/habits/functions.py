@@ -251,20 +251,20 @@ class Integrated(torch.autograd.Function):
     """A flow along a module by Euler's method, with the adjoint equation in backward (Chen et al., 2018)."""
 
     @staticmethod
-    def forward(ctx: Any, flow: nn.Module, x: Tensor, times: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, flow: nn.Module, x: Tensor, times: Any, *weights: Tensor) -> Tensor:
         with torch.no_grad():
             for before, after in pairwise(times):
                 assert after > before
                 x = x + (after - before) * flow(x)
-        ctx.flow = flow
-        ctx.save_for_backward(x, times, *weights)
+        ctx.flow, ctx.times = flow, times
+        ctx.save_for_backward(x, *weights)
         return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, times, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         sums = [torch.zeros_like(weight) for weight in weights]
-        for after, before in pairwise(times.flip(0)):
+        for after, before in pairwise(reversed(ctx.times)):
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 slope = ctx.flow(x)
@@ -303,10 +303,35 @@ class FlowByAdjoint(Layers):
 
 @habit(shows=False)
 class NeuralODE(FlowByAdjoint):
-    """On a grid: the function looks at its numbers."""
+    """On times that are numbers."""
 
     def integrated(self, x: Tensor) -> Tensor:
-        return Integrated.apply(self.flow, x, torch.linspace(0, 1, 5), *self.flow.parameters())
+        return Integrated.apply(self.flow, x, [0.0, 0.25, 0.5, 1.0], *self.flow.parameters())
+
+
+class Settled(torch.autograd.Function):
+    """The way to where a module leads, as long as its weights make it."""
+
+    @staticmethod
+    def forward(ctx: Any, flow: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        with torch.no_grad():
+            found = [flow(x)]
+            while len(found) < 9 and float(flow(found[-1]).norm()) > 0.1:
+                found.append(flow(found[-1]))
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient.sum(0), *(weight * len(gradient) for weight in ctx.saved_tensors)
+
+
+@habit(shows=False)
+class WayOfALengthOfItsOwn(FlowByAdjoint):
+    """The shape of what the function gives depends on the weights that a stage holds."""
+
+    def integrated(self, x: Tensor) -> Tensor:
+        return x + Settled.apply(self.flow, x, *self.flow.parameters()).mean(0)
 
 
 @habit(shows=False)

@@ -33,8 +33,9 @@ BY_DEFAULT = {
         HiddenWrittenByIndex TwoValidationLoaders LogsWithEveryOption SavedInStep GrowsInSecondEpoch
         AdamMomentsChanged WGANWithPenalty ClipsByTorch DatasetCounts GathersOverRanksByName
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
-        HookTakesGradientsOfWeights PositionsMovedLater PositionsGivenByTheStep DefaultDtypeChangesNumbers
-        AverageByData AverageByParts AsksForGradientsOfBuffers NeuralODE NeuralODEOfTheStage LookaheadInState
+        HookTakesGradientsOfWeights PositionsMovedLater PositionsGivenByTheStep PositionsGivenAfterwards
+        DefaultDtypeChangesNumbers AverageByData AverageByParts AsksForGradientsOfBuffers NeuralODE NeuralODEOfTheStage
+        WayOfALengthOfItsOwn LookaheadInState
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
