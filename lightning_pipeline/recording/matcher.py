@@ -139,12 +139,21 @@ def _compiled(source: str) -> CodeType:
     return compile(source, "<a matcher>", "exec")
 
 
-def make_comparison(function: Any, given: Given, module_tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """A function like `Matcher.match`, which takes nothing along and gives the call's tensors, by slot."""
+def make_comparison(
+    function: Any, given: Given, module_tensors: Sequence[Tensor], read: frozenset[str]
+) -> Callable[..., Any]:
+    """A function like `Matcher.match`, which takes nothing along and gives the call's tensors, by slot.
+
+    Args:
+        read: attributes that the user must not have given the tensors.
+    """
     source = Source()
     names = _compare(source, function, given, module_tensors)
+    if len(given[0].kwargs) > 1:  # `**others` have the order of the call
+        source.unless(f"[*kwargs] != {source.constant([*given[0].kwargs])}")
     for slot, tensor in enumerate(given[0].tensors):
         source.unless(f"type({names[slot]}) is not {source.constant(type(tensor))}")
+        source.unless(f"not {source.constant(read.isdisjoint)}({names[slot]}.__dict__)")
     source.lines.append(f"    return [{', '.join(names[slot] for slot in range(len(names)))}]")
     return source.function("match")
 

@@ -38,11 +38,13 @@ class Facts(NamedTuple):
         items: keys of mappings that still have to hold these objects.
         attributes: likewise attributes of classes and functions.
         absent: (mapping, key) that must not be there.
+        names: that are read of modules or values, and so must not be attributes that the user has given a tensor.
     """
 
     items: list[Item]
     attributes: list[Item]
     absent: list[tuple[Mapping[str, Any], str]]
+    names: set[str]
 
 
 def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
@@ -54,7 +56,7 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
     Raises:
         Impure: it is not shown that they are.
     """
-    facts = Facts([], [], [])
+    facts = Facts([], [], [], set())
     for name in _MACHINERY:
         facts.attributes.append(Item(nn.Module, name, getattr(nn.Module, name)))
         if not is_torchs(getattr(nn.Module, name)):
@@ -71,7 +73,6 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
         elif cls not in _CONTAINERS:
             pending.append(_forward_of(cls, facts))
     done: set[FunctionType] = set()
-    names: set[str] = set()
     while pending:
         function = pending.pop()
         if function in done:
@@ -82,8 +83,8 @@ def facts_of(modules: Sequence[nn.Module], trusted: frozenset[type]) -> Facts:
         facts.items.extend(uses.items)
         facts.absent.extend(uses.absent)
         pending.extend(uses.functions)
-        for name in uses.attributes - names:
-            names.add(name)
+        for name in uses.attributes - facts.names:
+            facts.names.add(name)
             for cls, members in by_class.items():
                 pending.extend(_resolve(name, cls, members, facts, is_torchs=cls in trusted or cls in _CONTAINERS))
             if name not in VALUE_NAMES and not any(_has(module, name) for module in modules):

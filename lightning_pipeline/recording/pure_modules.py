@@ -42,6 +42,9 @@ _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{kind}") for kind in HOOKS)
 class PureModule:
     """A module that only computes, as it is now.
 
+    Attributes:
+        read: attributes that it reads of its arguments.
+
     Raises:
         Impure: it is not shown to.
     """
@@ -78,6 +81,9 @@ class PureModule:
         self._without, self._missing = [owner for owner, _ in absent.values()], [key for _, key in absent.values()]
         self._tensors = [tensor for _, _, tensor in slots if tensor is not None]
         self._specs = list(map(_spec, self._tensors))
+        self._set_on_tensors, self.read = list(map(vars, self._tensors)), frozenset(facts.names)
+        if not self.is_unchanged():
+            raise Impure("an attribute of a tensor that the user has set")
 
     def has(self, counters: Sequence[Tensor]) -> bool:
         """Whether these are different tensors of the module."""
@@ -97,6 +103,7 @@ class PureModule:
                 and not any(map(contains, self._without, self._missing))
                 and list(map(list, self._children)) == self._orders
                 and list(map(_spec, self._tensors)) == self._specs
+                and all(map(self.read.isdisjoint, self._set_on_tensors))
             )
         except (KeyError, AttributeError):
             return False

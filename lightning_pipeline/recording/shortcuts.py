@@ -137,7 +137,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
             return again(known.made[0], operands, recording)
         if state is None:
             return plain(module, *args, **kwargs)
-        given = _given(call, args, kwargs, recording)
+        given = _given(call, args, kwargs, recording, state.read)
         aside, num_counted = recording.num_aside, len(recording.counted)
         around = recording.constants
         constants = recording.constants = around or Constants()
@@ -163,7 +163,7 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
         is_known = len(made) == len(results) and len(different) == sum(isinstance(one, Tensor) for one in results)
         if captures is not None and is_known and state.is_unchanged():
             makers = frozenset(one.maker for one in made if one.maker is not None)
-            match = make_comparison(call, given, recording.tensors.tensors)
+            match = make_comparison(call, given, recording.tensors.tensors, state.read)
             shortcut = Shortcut(state, match, end, captures, counters, made, makers, gives_tuple)
             begin.shortcuts = {**(begin.shortcuts or {}), module: shortcut}
             fruitless = 0
@@ -174,15 +174,16 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
     return in_place
 
 
-def _given(function: Any, args: Any, kwargs: Any, recording: Any) -> Given | None:
-    """What a call is given (`inspect`); None if an argument may change, or is not of this micro-batch."""
+def _given(function: Any, args: Any, kwargs: Any, recording: Any, read: frozenset[str]) -> Given | None:
+    """What a call is given (`inspect`); None if an argument may change, or is not of this micro-batch, or has an
+    attribute of the user's that is `read`."""
     with _torch.DisableTorchFunction():
         call = take_apart(function, args, kwargs)
         if not all(map(_is_fixed, (*call.args, *call.kwargs.values()))):
             return None
         for one in call.tensors:
             is_of_step = one._pl_recording is recording if type(one) is Placeholder else type(one) is Tensor
-            if not is_of_step or HELD_BY in one.__dict__:
+            if not is_of_step or HELD_BY in one.__dict__ or not read.isdisjoint(one.__dict__):
                 return None
         return inspect(recording, function, args, kwargs)
 

@@ -396,3 +396,52 @@ class DefaultDtypeChangesNumbers(Mixed):
 
     def features(self, x: Tensor) -> Tensor:
         return self.layers[0](self.mixing(x).float())
+
+
+class Named(nn.Module):
+    """Adds what it is given by name in that order, and scales by a number that its argument and its weight have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        y = self.outer(torch.tanh(self.inner(x)))
+        for other in others.values():
+            y = y * 0.5 + other
+        return x + y * x.scale * self.outer.bias.scale
+
+
+class NamedBlocks(Blocks):
+    layer = Named
+    later: tuple[Any, ...] = ("ab", 1.0, 1.0)
+
+    def features(self, x: Tensor) -> Tensor:
+        order, of_argument, of_weight = self.later if self.current_epoch else NamedBlocks.later
+        others = {"a": x * 0.3, "b": x * 0.9}
+        for layer in self.layers:
+            x = x * 1.0
+            x.scale, layer.outer.bias.scale = of_argument, of_weight
+            x = layer(x, **{name: others[name] for name in order})
+        return x
+
+
+@habit()
+class OrderOfNamesChanges(NamedBlocks):
+    """Blocks are given the same by name, in another order from the second epoch on."""
+
+    later = ("ba", 1.0, 1.0)
+
+
+@habit()
+class AttributeOfArgumentChanges(NamedBlocks):
+    """What blocks are given has a number as an attribute, and so do they, which changes in the second epoch."""
+
+    later = ("ab", 0.5, 1.0)
+
+
+@habit()
+class AttributeOfWeightChanges(NamedBlocks):
+    """So does a weight of a block."""
+
+    later = ("ab", 1.0, 0.5)
