@@ -1,7 +1,8 @@
 """What the first rank's code has changed of Python objects, as it is sent, and how another rank changes its own alike.
 
-A change is pickled by itself: the kind of change, the path of the object, a key, and the value. In the places of
-objects that were there before are their paths.
+A change is pickled by itself, so that one that cannot be is left out: the kind of change, the path of the object, a
+key, and the value. In the places of objects that were there before are their paths; new ones that several changes lead
+to are one object there, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,8 +21,27 @@ from lightning_pipeline.partition.tree import REDUCTIONS
 from lightning_pipeline.recording.object_state import PLAIN, SETTERS, Path
 
 
-class ChangePickler(pickle.Pickler):
-    """Pickles one change.
+def pickled_changes(
+    changes: Sequence[tuple[str, Path, Any, Any]], paths: Mapping[int, Path], left: list[int]
+) -> list[bytes | None]:
+    """Pickle changes for `apply`; None for those that cannot be. See `_Pickler`."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, paths, left)
+    found: list[bytes | None] = []
+    for change in changes:
+        file.seek(0)
+        file.truncate()
+        try:
+            pickler.dump(change)
+            found.append(file.getvalue())
+        except Exception:  # of any kind, as objects pickle themselves as they like
+            pickler.clear_memo()
+            found.append(None)
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles changes.
 
     Args:
         paths: of the objects that were there before, by their ids.
@@ -29,7 +49,7 @@ class ChangePickler(pickle.Pickler):
     """
 
     def __init__(self, file: io.BytesIO, paths: Mapping[int, Path], left: list[int]) -> None:
-        super().__init__(file)
+        super().__init__(file, protocol=3)  # which numbers what may be met again, so that others may leave out a change
         self.dispatch_table = REDUCTIONS
         self._paths, self._left = paths, left
 
@@ -48,8 +68,8 @@ class ChangePickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, change: bytes, loader: Any) -> None:
-        super().__init__(io.BytesIO(change))
+    def __init__(self, changes: io.BytesIO, loader: Any) -> None:
+        super().__init__(changes)
         self._loader = loader
 
     def persistent_load(self, path: Path) -> Any:
@@ -60,10 +80,17 @@ def apply(changes: list[bytes], loader: Any) -> None:
     """On another rank: change what the first rank's code has changed."""
     # All are found before any is changed: paths lead through what was there before.
     found = []
+    file = io.BytesIO()
+    unpickler = _Unpickler(file, loader)
     for change in changes:
-        with suppress(LookupError, AttributeError, TypeError):  # within what only the first rank has, such as a file
-            kind, path, key, value = _Unpickler(change, loader).load()
+        place = file.tell()
+        file.write(change)
+        file.seek(place)
+        # Within what only the first rank has, such as a file.
+        with suppress(LookupError, AttributeError, TypeError, pickle.UnpicklingError):
+            kind, path, key, value = unpickler.load()
             found.append((kind, _found(path, loader), key, value))
+        file.seek(0, io.SEEK_END)
     for kind, holder, key, value in found:
         SETTERS[kind](holder, key, value)
 

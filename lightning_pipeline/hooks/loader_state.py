@@ -10,17 +10,15 @@ bytes and what lies beyond `MOST` objects not at all.
 from __future__ import annotations
 
 import functools
-import io
 import types
 import warnings
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeline._names import PACKAGES
-from lightning_pipeline.hooks.loader_changes import ChangePickler
+from lightning_pipeline.hooks.loader_changes import pickled_changes
 from lightning_pipeline.recording.object_state import DICT, TENSOR, Path, Walk, is_made_by_python
 
 MOST_BYTES = 1 << 20
@@ -49,17 +47,19 @@ class LoaderState(Walk):
 
     def changes(self) -> list[bytes]:
         """What has changed since, for `apply`."""
-        found = []
+        found = [
+            (change, path, key, value)
+            for kind, path, holder, content in self.noted
+            for change, key, value in kind.differences(kind.now(holder, content), content)
+        ]
         left = [MOST_BYTES]
-        for kind, path, holder, content in self.noted:
-            for change, key, value in kind.differences(kind.now(holder, content), content):
-                file = io.BytesIO()
-                with suppress(Exception):  # of any kind, as objects pickle themselves as they like
-                    ChangePickler(file, self.paths, left).dump((change, path, key, value))
-                    found.append(file.getvalue())
+        pickled = pickled_changes(found, self.paths, left)
+        if None in pickled:  # what it has met has not been sent
+            found = [change for change, one in zip(found, pickled, strict=True) if one is not None]
+            pickled = pickled_changes(found, self.paths, [MOST_BYTES])
         if left[0] < 0:
             _warn_of_size()
-        return found
+        return [one for one in pickled if one is not None]
 
     @classmethod
     def is_open(cls, kind: type) -> bool:

@@ -92,6 +92,40 @@ class WeighsByWhatDatasetKeeps(OwnLoader):
         return weight * super().training_step(batch, batch_idx)
 
 
+class Record:
+    def __init__(self, index: int) -> None:
+        self.index, self.number = index, 0
+
+
+class Recording(TensorDataset):
+    """Keeps records of what was fetched, and counts in the latest of them."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.records: list[Record] = []
+        self.latest = Record(-1)
+
+    def __getitem__(self, index: int) -> Any:
+        self.latest.number += 1
+        if index % 3 == 0:
+            self.latest = Record(index)
+            self.records.append(self.latest)
+        return super().__getitem__(index)
+
+
+@habit(plain=False)
+class WeighsByRecordsOfDataset(OwnLoader):
+    """The step uses objects that a dataset has made, refers to from two places, and changes later by one of them."""
+
+    def train_dataloader(self) -> Any:
+        self.data = Recording(*samples(24, 1).tensors)
+        return DataLoader(self.data, batch_size=8, shuffle=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = sum(one.number * (1 + one.index % 2) for one in self.data.records) / len(self.data)
+        return (1.0 + weight) * super().training_step(batch, batch_idx)
+
+
 @habit(plain=False, observed=["counts"])
 class TwoValidationLoaders(Evaluated):
     """Two validation loaders, with dataloader_idx in the step and lists for each."""

@@ -165,6 +165,20 @@ def test_what_cannot_be_pickled_stays_there() -> None:
     assert pickle.loads(change)[2:] == ("number", 1)
 
 
+def test_what_several_changes_lead_to_is_one_object() -> None:
+    def change(data: Any) -> None:
+        data.own, data.number = Made(1), lambda: None
+        data.list.append(data.own)
+        data.nested["a"].append([data.own])
+
+    first, other = Data(change), Data(change)
+    state = LoaderState(first)
+    first[0]
+    apply(state.changes(), other)
+    assert other.own.number == 1 and other.number == 0
+    assert other.own is other.list[-1] is other.nested["a"][-1][0]
+
+
 def test_large_caches_are_not_sent_and_a_warning_says_so() -> None:
     def keep(data: Any) -> None:
         data.nested[len(data.nested)] = torch.zeros(loader_state.MOST_BYTES // 8)
