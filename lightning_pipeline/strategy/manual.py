@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline.engine.suspended import BACKWARD, SyncPoint, running_step
 from lightning_pipeline.partition.memory import memory_of
 from lightning_pipeline.partition.overrides import InPlaceOf, Override, overridden
+from lightning_pipeline.partition.placeholder import Placeholder
 from lightning_pipeline.partition.torch_functions import kind_of
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.own_changes import result_of_write
@@ -140,9 +141,16 @@ class _WithoutUpdates(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in GRADIENT_CALLS and isinstance(args[0], nn.Parameter):
             return torch.zeros_like(args[0]) if func in GETTERS else None
-        if any(memory_of(tensor) in self._memory for tensor in written(func, kind_of(func), args, kwargs)):
+        if any(map(self._is_of_parameter, written(func, kind_of(func), args, kwargs))):
             return result_of_write(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _is_of_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or shares memory with one."""
+        if type(tensor) is Placeholder and tensor._pl_recording is not None:  # the step is recorded, views are events
+            number = tensor._pl_recording.placing.memory.module_tensor(tensor._pl_value)
+            return number is not None and not tensor._pl_recording.tensors.is_buffer[number]
+        return memory_of(tensor) in self._memory
 
 
 class _Kind(Enum):

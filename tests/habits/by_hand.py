@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -597,3 +598,30 @@ class TensorRateHalvedByHand(SetsRates):
 class TensorRateByLossOfMicrobatch(SetsRates):
     def rate(self, loss: Tensor, batch_idx: int) -> Tensor:
         return 0.01 * loss.detach()
+
+
+@habit(plain=False, without={"rate": 0.0})
+class FollowsByRowsAndParts(ByHand):
+    """A target follows the head row by row, and by lists of views of its weights, after the update."""
+
+    rate = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.head).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        features = self.features(x)
+        return F.cross_entropy(self.head(features), y) + 0.1 * F.mse_loss(self.head(features), self.target(features))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for row, own in zip(self.target.weight.unbind(), self.head.weight.unbind(), strict=True):
+                row.lerp_(own, self.rate)
+            self.target.bias.chunk(2)[0].lerp_(self.head.bias.chunk(2)[0], self.rate)
+            torch._foreach_mul_([one.view(-1) for one in self.target.parameters()], 1.0 - 0.1 * self.rate)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
