@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -400,14 +400,17 @@ class Parts:
         if first.what == BACKWARD:  # has run already, as part of the schedule
             return None
         assert first.perform is not None
-        if first.closure is not None:
-            return first.perform(self._run_closures)
-        with self._work.performing():
-            return first.perform(None)
+        with ExitStack() as around:
+            around.enter_context(self._work.performing())
+            return first.perform(None if first.closure is None else functools.partial(self._run_closures, around))
 
-    def _run_closures(self) -> Tensor | None:
-        ended = self._run_to(CLOSURE_ENDS, Suspended.run_closure)
-        return self._work.closure_value([meeting.loss for meeting in ended])
+    def _run_closures(self, around: ExitStack) -> Tensor | None:
+        around.close()  # steps enter their own
+        try:
+            ended = self._run_to(CLOSURE_ENDS, Suspended.run_closure)
+            return self._work.closure_value([meeting.loss for meeting in ended])
+        finally:
+            around.enter_context(self._work.performing())
 
 
 def _answering(answer: Any) -> Callable[[Suspended], SyncPoint]:

@@ -542,6 +542,25 @@ class NotesDefaultDtype(Evaluated):
         self.note(torch.float32)
 
 
+@habit(plain=False, shows=False, trainer={"precision": "64-true"}, observed=["seen"])
+class NotesDefaultDtypeByClosure(NotesDefaultDtype):
+    """Where the update is given a closure, in it and after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            self.note()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self(batch[0]), batch[1])
+            self.manual_backward(loss)
+            self.note()
+            return loss
+
+        optimizer.step(closure)
+        self.note()
+
+
 class SetsRates(ByHand):
     """Sets the learning rate within the step."""
 
