@@ -11,12 +11,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pipeline.engine.microbatch import Microbatch, digests
+from lightning_pipeline.partition.kept_parameters import KeptParameter
 from lightning_pipeline.partition.memory import begun_at, copied
 from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become
 from lightning_pipeline.partition.users_code import users_line
-from lightning_pipeline.recording.kept_views import share_memory_again
+from lightning_pipeline.recording.kept_views import ViewOfModule, share_memory_again, view_of_module
 from lightning_pipeline.recording.recording import Recording
 from lightning_pipeline.runtime.direct import DirectTransport
 from lightning_pipeline.runtime.failure import waiting_for
@@ -74,6 +76,12 @@ def wanted_values(
             if type(place) is Placeholder and place._pl_recording is state.recording and sys.getrefcount(place) > 3:
                 found.append(_wanted(place, state, place._pl_value, owner_of))
     return found
+
+
+def views_of_module(wanted: Sequence[Wanted]) -> list[ViewOfModule]:
+    """Those of the values that are views of the module's tensors. Slices of parameters have none that last."""
+    found = [view_of_module(one.place._pl_recording, one.place) for one in wanted]
+    return [one for one in found if one is not None and not isinstance(one.of, DTensor | KeptParameter)]
 
 
 def _wanted(place: Placeholder, state: Microbatch, value: int, owner_of: dict[int, dict[int, int]]) -> Wanted:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from lightning_pipeline.engine.ahead import EarlyForwards
 from lightning_pipeline.engine.backward_in_order import run_backward
-from lightning_pipeline.engine.ending import check_alike, check_on_the_way, digest_of, end_step, wanted_values
+from lightning_pipeline.engine.ending import (
+    check_alike,
+    check_on_the_way,
+    digest_of,
+    end_step,
+    views_of_module,
+    wanted_values,
+)
 from lightning_pipeline.engine.executor import RankProgram, ScheduleRun, Span
 from lightning_pipeline.engine.in_order import InOrder
 from lightning_pipeline.engine.leaf_gradients import give_back
@@ -285,6 +292,7 @@ class PipelineStep:
             unchecked = digest_of(states, wanted, unchecked)
             self._give_results(work.results_on)
             return [], unchecked
+        shared.recorder.views_of_module = views_of_module(wanted)
         numbers = end_step(states, wanted, shared.transport, shared.direct, shared.rank, extra)
         if work.results_on is not None:
             self._give_results(work.results_on)

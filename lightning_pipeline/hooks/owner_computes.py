@@ -15,6 +15,7 @@ from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -137,6 +138,7 @@ class OwnerComputes(TorchFunctionMode):
         Args:
             shows_states: whether it sees the whole states of optimizers, which an optimizer's step must not.
         """
+        self.follow_module()
         if in_hook.on:
             yield
             return
@@ -244,6 +246,14 @@ class OwnerComputes(TorchFunctionMode):
         self._exchanges.number += number
         in_hook.when_rank_known, in_hook.at_rank_zero_only = self.first_rank.begin, self._give_first_rank
         in_hook.take = self._take
+
+    def follow_module(self) -> None:
+        """Have the views of the module's tensors that the last step has kept change with these from now on."""
+        views, self._recorder.views_of_module = self._recorder.views_of_module, []
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            for one in views:
+                one.make_again()
+                self.keys.note(one.view, holders_of(one.of))
 
     def make_whole(self, num_processes: int) -> None:
         """After the last hook, give every rank what hooks have made and the user has kept, if it fits into memory.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_pipeline.partition import tree
-from lightning_pipeline.partition.placeholder import Placeholder, become
+from lightning_pipeline.partition.placeholder import Placeholder, TensorSpec, become, placeholder
 from lightning_pipeline.partition.users_code import users_line
 from lightning_pipeline.recording.compiled_calls import CompiledCall
 from lightning_pipeline.recording.event import Event
@@ -33,6 +33,61 @@ class KeptView(NamedTuple):
     view: weakref.ref[Tensor]  # whether anybody else refers to it is counted
     whole: weakref.ref[Tensor]
     calls: Sequence[tuple[Event, int, int]]
+
+
+class ViewOfModule(NamedTuple):
+    """A view that a step has kept of a tensor of the module, which changes with that.
+
+    Attributes:
+        calls: which make it of that tensor, one after the other.
+    """
+
+    view: Tensor
+    spec: TensorSpec
+    of: Tensor
+    calls: Sequence[Callable[[Tensor], Tensor]]
+
+    def make_again(self) -> None:
+        """Have the view share the memory of what it is of again, where this rank holds that."""
+        if type(self.of) is Placeholder:
+            become(self.view, placeholder(self.spec, self.of._pl_what))
+            return
+        tensor = self.of.detach()
+        for call in self.calls:
+            tensor = call(tensor)
+        become(self.view, tensor.detach())
+
+
+def view_of_module(recording: Recording, place: Placeholder) -> ViewOfModule | None:
+    """How to make a tensor that the user's code refers to after a step from one of the module; None if it is no view of
+    one."""
+    views = recording.recorder.views_at(recording.event)
+    tensor: Any = views.tensor_of(place._pl_value)
+    calls: list[Callable[[Tensor], Tensor]] = []
+    while (number := views.module_tensor(tensor)) is None:
+        view = views.view(tensor) if type(tensor) is int else None
+        if view is None or view.event is None or len(view.event.inputs) > 1 or not can_be_called_again(view.event):
+            return None
+        shared = view.event.result.shares[view.place]
+        if not shared:
+            return None
+        calls.insert(0, _again(recording, view.event, view.place))
+        tensor = view.event.inputs[shared[0]]
+    if not calls or views.has_parted(tensor):
+        return None
+    return ViewOfModule(place, place._pl_spec.detached(), recording.tensors.tensors[number], calls)
+
+
+def _again(recording: Recording, event: Event, place: int) -> Callable[[Tensor], Tensor]:
+    """A call that made a view of its only tensor, to be made again."""
+    numbers = _numbers(recording, event)
+
+    def again(source: Tensor) -> Tensor:
+        args, kwargs = (put_together(one, [source], numbers) for one in (event.call.args, event.call.kwargs))  # type: ignore[arg-type]
+        made: Any = tree.leaves(event.function(*args, **kwargs))
+        return made[place]
+
+    return again
 
 
 def kept_views(recording: Recording, places: Sequence[Placeholder]) -> list[KeptView]:
@@ -88,6 +143,11 @@ def share_memory_again(recording: Recording) -> None:
 
 def refuse_written(recording: Recording, place: Placeholder) -> None:
     """Refuse a write into an earlier micro-batch's value, if another one shares its memory and would not see it."""
+    if view_of_module(recording, place) is not None:
+        raise NotImplementedError(
+            f"a view of a weight or buffer, which an earlier micro-batch has kept, is written into in a step "
+            f"({users_line()}): write into the weight or buffer itself"
+        )
     if any(place is view() or place is whole() for view, whole, _ in recording.kept_views):
         raise NotImplementedError(
             f"what an earlier micro-batch has kept is written into, and another tensor that it has kept shares its "
@@ -124,7 +184,12 @@ def arguments_again(
             operands.append(source)
         else:
             operands.append(recording.placeholder_for(value, event.specs[slot], "an operand"))
-    places = event.matcher.captured_numbers.items()
-    numbers = {slot: recording.captured[event.first_captured + place] for slot, place in places}
+    numbers = _numbers(recording, event)
     args, kwargs = (put_together(one, operands, numbers) for one in (event.call.args, event.call.kwargs))  # type: ignore[arg-type]
     return args, kwargs
+
+
+def _numbers(recording: Recording, event: Event) -> dict[int, Any]:
+    """The numbers that a call was given."""
+    places = event.matcher.captured_numbers.items()
+    return {slot: recording.captured[event.first_captured + place] for slot, place in places}

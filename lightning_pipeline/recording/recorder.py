@@ -34,6 +34,7 @@ from lightning_pipeline.recording.shortcuts import calls_of
 from lightning_pipeline.recording.views import Views
 
 if TYPE_CHECKING:
+    from lightning_pipeline.recording.kept_views import ViewOfModule
     from lightning_pipeline.recording.recording import Recording
 
 MAX_EVENTS = 100_000
@@ -77,6 +78,7 @@ class Recorder:
             tensor that has it: recordings take along copies of such tensors.
         used: memory of buffers that all ranks have and stages use, with the buffers' numbers.
         places: what checkpointed functions can change of Python.
+        views_of_module: those that the last step has kept, to be made again by what is to come.
     """
 
     def __init__(self, tensors: ModuleTensors, calls: KeyedCalls, placement: Sequence[int]) -> None:
@@ -94,6 +96,7 @@ class Recorder:
         self.used: dict[int, int] = {}
         self.places: OrderedDict[Any, Places] = OrderedDict()
         self.current: Recording | None = None
+        self.views_of_module: list[ViewOfModule] = []
         self.num_events: dict[Event, int] = {}
         self._beginnings: dict[Any, Event] = {}
         self._calls_of_pure: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None

@@ -72,6 +72,7 @@ class Views:
         self._families: dict[int, list[int]] = {}
         self._makers: dict[int, View] = {}
         self._parted: set[int] = set()
+        self._of_module: dict[int, int] = {}  # by tensor, where a write has made values of it
 
     def note(self, event: Event) -> None:
         """Take in the next event of the path."""
@@ -93,6 +94,8 @@ class Views:
             if event.name == "data.__set__" and type(before) is int:
                 self._parted.add(self.first_of(self.tensor_of(before)))
             tensor = self.tensor_of(before) if type(before) is int and before >= 0 else value
+            if type(before) is int and before < 0:
+                self._of_module[value] = -1 - before
             self._tensors[value], self._latest[tensor] = tensor, value
 
     def tensor_of(self, value: int) -> int:
@@ -119,6 +122,12 @@ class Views:
 
     def view(self, tensor: int) -> View:
         return self._views.get(tensor) or self._makers.get(tensor) or View(None, None, 0)
+
+    def module_tensor(self, operand: Any) -> int | None:
+        """The number of the module's tensor that an operand is, itself."""
+        if type(operand) is not int:
+            return None
+        return -1 - operand if operand < 0 else self._of_module.get(self.tensor_of(operand))
 
     def with_same_data(self, tensor: int) -> int:
         """The tensor of which this one is a detached one, and so on; itself without."""

@@ -118,6 +118,11 @@ class LocalStages:
         """While entered, within a hook, the package works on this rank's tensors (`OwnerComputes.aside`)."""
         return nullcontext() if self.owner_computes is None else self.owner_computes.aside(together)
 
+    def follow_module(self) -> None:
+        """Before a step, let what the last one has kept follow the module (`OwnerComputes.follow_module`)."""
+        if self.owner_computes is not None:
+            self.owner_computes.follow_module()
+
     # -- gradients and slices ---------------------------------------------------------------------------------------
 
     def after_backward(self, stage: int, microbatch: Microbatch) -> None:

@@ -232,6 +232,7 @@ class StageRunner:
 
         The `extra` of a training step ends with the digest of settings.
         """
+        self._stages.follow_module()
         return self._stages.pipeline.run(
             work,
             microbatches,
