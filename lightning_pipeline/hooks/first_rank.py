@@ -261,6 +261,17 @@ class FirstRank:
             self.keeps.give(call.kept)
         return call.stops
 
+    @contextmanager
+    def interrupted(self, trainer: Any) -> Iterator[None]:
+        """While entered, where all ranks have met, the hook that has asked for the rank is not followed."""
+        trainer.should_stop = self.end(stops=trainer.should_stop)
+        alone = self.alone
+        try:
+            yield
+        finally:
+            self.begin()
+            self.alone, in_hook.is_rank_known = alone, True
+
     def _note(self, changed: Sequence[Changed]) -> None:
         if changed:
             self.last_changed = ", ".join(one.name for one in changed[:3]) + (" ..." if len(changed) > 3 else "")

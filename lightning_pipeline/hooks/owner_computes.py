@@ -142,6 +142,11 @@ class OwnerComputes(TorchFunctionMode):
         if in_hook.on:
             yield
             return
+        # This one may be a hook of a run within another hook, which goes on after it.
+        with self.first_rank.interrupted(self.trainer) if in_hook.is_rank_known else nullcontext():
+            yield from self._entered(shows_states)
+
+    def _entered(self, shows_states: bool) -> Iterator[None]:
         in_hook.on, in_hook.is_rank_known = True, False
         in_hook.when_rank_known, in_hook.at_rank_zero_only = self.first_rank.begin, self._give_first_rank
         self._gradients.forget()
@@ -171,7 +176,7 @@ class OwnerComputes(TorchFunctionMode):
             self.ended_by = None if in_hook.is_rank_known else error
             raise
         finally:
-            in_hook.on = False
+            in_hook.on = in_hook.is_rank_known = False
             self.keys.let_go()
 
     @property

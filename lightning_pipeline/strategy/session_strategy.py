@@ -191,10 +191,12 @@ class SessionStrategy(ProcessStrategy):
         return nullcontext() if self._session is None else self._session.stages.aside(together)
 
     @override
+    @on_local_tensors
     def on_train_start(self) -> None:
         self.peers.agree_once("training", training_of(self.module.trainer), way_out=EVEN)
 
     @override
+    @on_local_tensors
     def on_train_end(self) -> None:
         self.session.runner.settings.check_last()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, LearningRateMonitor
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, LearningRateFinder, LearningRateMonitor
 from torch import Tensor, nn
 
 from tests.habits.modules import CLASSES, SAMPLES, WIDTH, Layers
@@ -190,6 +190,33 @@ class RateFoundWhileUnfreezing(UnfrozenByCallback):
     """Layers are frozen and unfrozen in a search for a rate, which is a run within a hook."""
 
     lr = shared_lr = 0.1
+
+
+@habit(plain=False, callbacks=lambda: [UnfreezesAtOnce(), LearningRateFinder(num_training_steps=5)])
+class RateFoundBesideFirstRank(RateFoundWhileUnfreezing):
+    """The first rank alone reads a weight in hooks of the search."""
+
+    norm = 0.0
+
+    def on_train_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.norm = self.head.weight.norm().item()
+
+    on_train_epoch_end = on_train_end
+
+
+class ReadsOnFirstRank(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            self.norm = pl_module.head.weight.norm().item()
+
+
+@habit(plain=False, callbacks=lambda: [ReadsOnFirstRank(), LearningRateFinder(num_training_steps=5)])
+class RateFoundBesideFirstRankInUpdate(RateFoundBesideFirstRank):
+    """It does so before updates of the search, too, and has asked for the rank before it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.on_train_end()
 
 
 @habit(plain=False, callbacks=lambda: [UnfreezesAtOnce()])
