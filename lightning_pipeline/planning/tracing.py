@@ -17,8 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline import _torch
 from lightning_pipeline.partition import tree
+from lightning_pipeline.partition.compiled import compiled_as_written
 from lightning_pipeline.partition.memory import memory_of, num_storage_bytes
 from lightning_pipeline.partition.overrides import overridden
+from lightning_pipeline.partition.placeholder import higher_order_error
 from lightning_pipeline.partition.torch_functions import FunctionKind, kind_of, written_by
 from lightning_pipeline.planning.observing import LiveBytes, Step, gradients_apart, run_by_position
 from lightning_pipeline.planning.profile import Position, Profile, Value
@@ -56,7 +58,8 @@ def trace_step(root: nn.Module, step: Step, batch: Any, speed: DeviceSpeed | Non
             tracer.end_forward()
             return loss
 
-        with _biases_made(), _Operations(tracer):
+        # Under a dispatch mode the compiler compiles nothing, which is an error of functions with fullgraph=True.
+        with _biases_made(), compiled_as_written(), _Operations(tracer):
             run_by_position(
                 root, forward, batch, begin=tracer.begin, end=tracer.end, begin_backward=tracer.begin_backward
             )
@@ -131,7 +134,12 @@ class _Tracer(TorchFunctionMode):
         if kind_of(func) in (FunctionKind.DESCRIBES, FunctionKind.GRAD_MODE):
             return func(*args, **kwargs)
         self._use(tree.leaves((args, kwargs)))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError as error:
+            if isinstance(func, _torch.HigherOrderOperator):
+                raise higher_order_error(func) from error
+            raise
         self._use(tree.leaves(result))
         return result
 
