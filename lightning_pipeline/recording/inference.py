@@ -352,8 +352,11 @@ def _run(
         *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
     )
     ids = set(map(id, noted.written))
-    noted.written.clear()
     written = {number for number, tensor in enumerate(tensors) if id(tensor) in ids}
+    if hasattr(function, "applies"):  # which may write by `.data`, of which autograd does not hear
+        memories = set(map(_storage, noted.written))
+        written |= {number for number, memory in enumerate(storages) if memory is not None and memory in memories}
+    noted.written.clear()
     return _result(found, tensors, storages, versions, specs, written | writes_beside(function, call))
 
 
