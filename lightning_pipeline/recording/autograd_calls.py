@@ -168,7 +168,8 @@ def made_of_fakes(
     """The values that an event makes of fake operands: where only data tells their shapes, of those that they had, in a
     graph of the operands."""
     try:
-        found = run_event(event, operands, captured, lambda number: None)
+        with torch.jit.optimized_execution(False):  # as where calls are inferred
+            found = run_event(event, operands, captured, lambda number: None)
         return dict(values_made(event, operands, found))
     except UNKNOWN:
         pass

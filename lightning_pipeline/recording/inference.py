@@ -348,9 +348,11 @@ def _run(
     noted.written.clear()
     storages = [_storage(tensor) for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
-    found = function(
-        *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
-    )
+    # Scripted functions compute other bits after their first calls, among which this one must not count.
+    with torch.jit.optimized_execution(False):
+        found = function(
+            *put_together(call.args, tensors, call.numbers), **put_together(call.kwargs, tensors, call.numbers)
+        )
     ids = set(map(id, noted.written))
     written = {number for number, tensor in enumerate(tensors) if id(tensor) in ids}
     if hasattr(function, "applies"):  # which may write by `.data`, of which autograd does not hear

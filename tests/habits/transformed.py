@@ -183,6 +183,23 @@ class ScriptedFunction(Layers):
         return x
 
 
+@habit(plain=False)
+class ScriptedFunctionOfOneStage(Layers):
+    """One stage calls a scripted function, as often as one process: torch optimizes it after as many calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.jit.script(gated)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.gate(super().features(x))
+
+
+def gated(x: Tensor) -> Tensor:
+    """Of one habit alone, as torch remembers what it has scripted."""
+    return torch.sigmoid(x) * x + torch.tanh(x) / (1 + x * x)
+
+
 def swish(x: Tensor, beta: float) -> Tensor:
     return x * torch.sigmoid(beta * x)
 
