@@ -71,6 +71,8 @@ class StepGradients:
         if _is_in_zero_grad():
             self._clear(name, number)
             return None
+        if _is_left_where_it_is(args[0]):
+            return None
         return UNANSWERED if self.read is None else self.read(args[0], name)
 
     def _clear(self, name: str, number: int) -> None:
@@ -96,6 +98,16 @@ def _is_in_zero_grad() -> bool:
     while frame is not None:
         if frame.f_code.co_name == "zero_grad":
             return True
+        frame = frame.f_back
+    return False
+
+
+def _is_left_where_it_is(parameter: Tensor) -> bool:
+    """Whether a module is moved to where it is (`layer.to(x.device)`), for which torch looks at gradients, too."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._apply.__code__:
+            return frame.f_locals.get("param_applied") is parameter
         frame = frame.f_back
     return False
 

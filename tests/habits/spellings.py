@@ -312,3 +312,15 @@ class OneOfTwoResultsUnused(Layers):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1, weight_decay=0.1)
+
+
+@habit(shows=False)
+class LayersMovedToTheData(Layers):
+    """A step moves layers to where its data is, and all others to the CPU, as mixtures of experts do."""
+
+    def features(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.to(x.device)
+            x = layer.to(x.device, x.dtype)(x)
+        self.head.cpu()
+        return x
