@@ -46,7 +46,7 @@ _DATA = ("torch.utils.data.dataset", "torch.utils.data.sampler")
 """Their classes have no state but what the user's subclasses keep in attributes."""
 _MAX_DATA_BYTES = 1 << 24
 """Larger tensors and arrays of a dataset are its data, which steps do not change."""
-_OPEN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_OPEN = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap)
 """Classes of the standard library whose objects are what the user puts into them."""
 _RUNNING = ("_thread", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket", "subprocess")
 """Objects that hold one of these change by themselves, and are left alone as well."""

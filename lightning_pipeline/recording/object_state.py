@@ -8,6 +8,7 @@ Who walks says how far, what is left alone, and what else there is to note (`Wal
 
 from __future__ import annotations
 
+import dis
 import operator
 import pickle
 import random
@@ -49,6 +50,14 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+@lru_cache(maxsize=1024)
+def globals_set_in(code: types.CodeType) -> frozenset[str]:
+    """Names of globals that code sets, with those of functions within."""
+    inner = (globals_set_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    own = (one.argval for one in dis.get_instructions(code) if one.opname == "STORE_GLOBAL")
+    return frozenset(own).union(*inner)
+
+
 @cache
 def is_of_others(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _OTHERS
@@ -57,6 +66,10 @@ def is_of_others(module: str | None) -> bool:
 def is_made_by_python(cls: type) -> bool:
     """Whether a class and its bases are made by class statements."""
     return all(base is object or base.__flags__ & 1 << 9 for base in cls.__mro__)  # Py_TPFLAGS_HEAPTYPE
+
+
+class Missing:
+    """In place of an attribute that is not there."""
 
 
 Difference = tuple[str, Any, Any]
@@ -166,13 +179,17 @@ class Walk:
     def look_at_array(self, value: Any, path: Path) -> None:
         if value.nbytes <= self.LARGEST_ARRAY and value.flags.writeable:
             self.note(ARRAY, path, value, value.copy())
+        if value.dtype.hasobject and value.dtype.fields is None and value.size <= self.DEEPEST:
+            self.go_on(((place, value[place]) for place in numpy.ndindex(value.shape)), path)
 
     def look_at_dict(self, value: dict[Any, Any], path: Path) -> None:
+        self.look_at_own(value, path)
         self.note(DICT, path, value, dict.copy(value) if len(value) <= self.LARGEST else len(value))
         if len(value) <= self.DEEPEST:
             self.go_on(dict.items(value), path)
 
     def look_at_list(self, value: Any, path: Path) -> None:
+        self.look_at_own(value, path)
         self.note(LIST, path, value, list(value) if len(value) <= self.LARGEST else len(value))
         self.look_at_tuple(value, path)
 
@@ -182,6 +199,11 @@ class Walk:
 
     def look_at_set(self, value: set[Any], path: Path) -> None:
         self.note(SET, path, value, value.copy() if len(value) <= self.LARGEST else len(value))
+
+    def look_at_own(self, value: Any, path: Path) -> None:
+        """At the attributes of a container of a class of the user's."""
+        if not is_of_others(type(value).__module__) and type(attributes := getattr(value, "__dict__", None)) is dict:
+            self.look_at_space(attributes, path)
 
     def look_at_parts(self, value: Any, path: Path) -> None:
         """At what a method or a partial is made of."""
@@ -210,7 +232,7 @@ class Walk:
         if type(attributes := getattr(value, "__dict__", None)) is dict:
             self.look_at_space(attributes, path)
         if slots := slots_of(cls):
-            self.look_at_attributes(value, {name: getattr(value, name) for name in slots if hasattr(value, name)}, path)
+            self.look_at_attributes(value, {name: getattr(value, name, Missing) for name in slots}, path)
         self.look_at_class(cls, (*path, ("get", "__class__")))
 
     def look_at_class(self, cls: type, path: Path) -> None:
@@ -223,8 +245,8 @@ class Walk:
             self.pass_over(base, where)
             space = vars(base)
             data, functions = ({n: space[n] for n in names if n in space} for names in _members_of(base, len(space)))
-            self.look_at_attributes(base, data, where)
-            self.go_on(functions.items(), where, "get")
+            self.note(CLASS, where, base, data)
+            self.go_on((data | functions).items(), where, "get")
 
 
 @cache
@@ -248,6 +270,11 @@ def _members_of(cls: type, size: int) -> tuple[list[str], list[str]]:
     return data, [name for name, value in vars(cls).items() if isinstance(value, types.FunctionType)]
 
 
+def _data_of(cls: type) -> dict[str, Any]:
+    space = vars(cls)
+    return {name: space[name] for name in _members_of(cls, len(space))[0] if name in space}
+
+
 def uses_of(function: types.FunctionType, path: Path) -> Iterator[tuple[Any, dict[str, Any], Path]]:
     """What a function uses in its closure and in modules: the cell or module, what is in it, and its path."""
     for index, cell in enumerate(function.__closure__ or ()):
@@ -257,7 +284,7 @@ def uses_of(function: types.FunctionType, path: Path) -> Iterator[tuple[Any, dic
     if name in sys.modules and vars(sys.modules[name]) is function.__globals__:
         for used, names in _globals_named(function.__code__, name, len(function.__globals__)).items():
             module = sys.modules[used]
-            yield module, {name: vars(module)[name] for name in names if name in vars(module)}, (("module", used),)
+            yield module, {name: vars(module).get(name, Missing) for name in names}, (("module", used),)
 
 
 @cache
@@ -270,6 +297,7 @@ def _globals_named(code: types.CodeType, module: str, size: int) -> dict[str, li
         if space in sys.modules and not is_of_others(space):
             values = vars(sys.modules[space])
             used = [name for name in sorted(names) if name in values and not _is_code_of_others(values[name])]
+            used += sorted(globals_set_in(code) - values.keys()) if space == module else []
             found.update({space: used} if used else {})
     return found
 
@@ -324,9 +352,10 @@ def _of_set(wanted: set[Any], there: Any) -> Iterator[Difference]:
 
 
 def _of_attributes(wanted: dict[str, Any], there: dict[str, Any]) -> Iterator[Difference]:
-    for name, value in wanted.items():
-        if not _is_same(there[name], value):
-            yield "attribute", name, value
+    for name in there | wanted:
+        value = wanted.get(name, Missing)
+        if not _is_same(there.get(name, Missing), value):
+            yield ("without", name, None) if value is Missing else ("attribute", name, value)
 
 
 def _of_array(wanted: Any, there: Any) -> Iterator[Difference]:
@@ -359,8 +388,10 @@ def _itself(holder: Any, content: Any) -> Any:
 DICT = Kind(_itself, _of_dict)
 LIST = Kind(_itself, _of_list)
 SET = Kind(_itself, _of_set)
-ATTRIBUTES = Kind(lambda holder, content: {name: getattr(holder, name, None) for name in content}, _of_attributes)
-"""Attributes of an object, a class, a module or a cell."""
+ATTRIBUTES = Kind(lambda holder, content: {name: getattr(holder, name, Missing) for name in content}, _of_attributes)
+"""Attributes of an object, a module or a cell, by their names."""
+CLASS = Kind(lambda holder, _: _data_of(holder), _of_attributes)
+"""All data of a class."""
 ARRAY = Kind(_itself, _of_array)
 GENERATOR = Kind(lambda holder, content: _state_of(holder), _of_generator)
 TENSOR = Kind(_itself, _of_tensor)
@@ -373,6 +404,22 @@ TENSOR = Kind(_itself, _of_tensor)
 def _base(holder: Any) -> Any:
     """A container's class of Python's own: methods of subclasses may do more, as Counter.update adds."""
     return next(base for base in (OrderedDict, dict, list, set, deque) if isinstance(holder, base))
+
+
+def _methods_of(holder: Any) -> Any:
+    """By which attributes are set and deleted: not those of an object's class, which may do more, or refuse."""
+    if isinstance(holder, (type, types.ModuleType)):
+        return type if isinstance(holder, type) else types.ModuleType
+    return object
+
+
+def _set_attribute(holder: Any, name: str, value: Any) -> None:
+    _methods_of(holder).__setattr__(holder, name, value)
+
+
+def _delete_attribute(holder: Any, name: str, _: Any) -> None:
+    with suppress(AttributeError):
+        _methods_of(holder).__delattr__(holder, name)
 
 
 def _set_entries(holder: Any, start: int, value: list[Any]) -> None:
@@ -417,7 +464,8 @@ SETTERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "order": _set_order,
     "entries": _set_entries,
     "all": _set_all,
-    "attribute": setattr,
+    "attribute": _set_attribute,
+    "without": _delete_attribute,
     "data": _set_data,
     "state": _set_state,
 }

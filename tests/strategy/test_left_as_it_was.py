@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import Counter, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -269,3 +270,51 @@ def test_what_gives_its_values_once_must_not_be_taken_from(values: Callable[[], 
         module.linear(X)
     with pytest.raises(ValueError, match=r"values.* gives its values once.* in a stage_config"), left_as_it_was(module):
         module(X)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    number: int = 0
+
+
+class InSlots:
+    __slots__ = ("first", "second")
+
+
+class Counting(dict[str, int]):
+    sets = 0
+
+    def __setitem__(self, key: str, value: int) -> None:
+        self.sets += 1
+        super().__setitem__(key, value)
+
+
+class Odd(nn.Module):
+    """Changes what is there only from the first call on, or not to be set by the usual ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed, self.slotted, self.counting = Fixed(), InSlots(), Counting()
+        self.array, self.chain = np.empty((1, 1), dtype=object), ChainMap({}, {"a": 1})
+
+    def forward(self) -> None:
+        global NEW
+        NEW = 1
+        type(self).new = 1  # type: ignore[attr-defined]
+        object.__setattr__(self.fixed, "number", 1)
+        self.slotted.first = 1
+        self.counting["a"] = 1
+        self.array[0, 0].append(1)
+        self.chain["a"] = 2
+
+
+def test_what_is_new_or_set_in_odd_ways_is_put_back() -> None:
+    module = Odd()
+    module.array[0, 0] = [0]
+    with left_as_it_was(module):
+        module()
+        assert "NEW" in globals() and module.array[0, 0] == [0, 1]
+    assert "NEW" not in globals() and not hasattr(Odd, "new")
+    assert module.fixed.number == 0 and not hasattr(module.slotted, "first")
+    assert not module.counting and module.counting.sets == 0
+    assert module.array[0, 0] == [0] and module.chain["a"] == 1
