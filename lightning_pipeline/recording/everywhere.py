@@ -53,6 +53,10 @@ class Constants:
         """Whether something comes of these calls alone."""
         return id(content) in self._made and self._made[id(content)][1] >= begin
 
+    def adopt(self, tensor: Tensor) -> None:
+        """A call that was answered as a whole has taken along what it made the first time."""
+        self._made[id(tensor)] = tensor, len(self._origins)
+
     def note(self, args: Any, kwargs: dict[str, Any], found: Any) -> None:
         """A call that only computes has been made on every rank, and has given `found`."""
         made, taken = tensors_in(found), tree.leaves((args, kwargs))

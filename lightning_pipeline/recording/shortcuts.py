@@ -128,6 +128,8 @@ def calls_of(module: nn.Module, recorder: Any) -> Callable[..., Any]:
                     recording.capture(operands[capture.number])
                 elif type(capture) is Tensor:
                     recording.capture(capture)
+                    if recording.constants is not None:
+                        recording.constants.adopt(capture)
                 else:
                     recording.captured.append(capture)
             if known.end is not begin:
