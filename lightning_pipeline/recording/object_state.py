@@ -184,7 +184,7 @@ class Walk:
 
     def look_at_dict(self, value: dict[Any, Any], path: Path) -> None:
         self.look_at_own(value, path)
-        self.note(DICT, path, value, dict.copy(value) if len(value) <= self.LARGEST else len(value))
+        self.note(DICT, path, value, _plain(value).copy() if len(value) <= self.LARGEST else len(value))
         if len(value) <= self.DEEPEST:
             self.go_on(dict.items(value), path)
 
@@ -315,11 +315,17 @@ def _is_same(one: Any, other: Any) -> bool:
     return one == other if isinstance(one, (str, bytes)) else repr(one) == repr(other)  # NaN is NaN, -0.0 is not 0.0
 
 
+def _plain(value: dict[Any, Any]) -> dict[Any, Any]:
+    """What is in a dictionary: one of a subclass may make a new object of it each time that it is asked."""
+    return value if type(value) is dict else dict(_base(value).items(value))
+
+
 def _of_dict(wanted: dict[Any, Any], there: Any) -> Iterator[Difference]:
     if isinstance(there, int):  # it was long
         for key in list(wanted)[there:] if len(wanted) > there else ():
             yield "entry", key, wanted[key]
         return
+    wanted, there = _plain(wanted), _plain(there)
     is_in_order = len(wanted) == len(there) and all(map(operator.is_, wanted, there))
     if is_in_order and all(map(operator.is_, wanted.values(), there.values())):
         return

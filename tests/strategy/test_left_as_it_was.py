@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import ChainMap, Counter, deque
+from collections import ChainMap, Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -207,6 +207,29 @@ class Drawing(Dataset[float]):
     def __getitem__(self, index: int) -> float:
         self.calls += 1
         return self.generator.random()
+
+
+class Makes(OrderedDict[str, Any]):
+    """Makes an object of a class that it has each time that it is asked, as transformers' table of activations."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_a_dictionary_that_makes_what_it_is_asked_for_is_put_back() -> None:
+    module = nn.Linear(4, 4)
+    made = module.makes = Makes({str(number): nn.Dropout for number in range(8)})  # type: ignore[assignment]
+    for number in range(5):  # Python copies one with gaps by asking for each entry
+        del made[str(number)]
+
+    def step(x: Tensor) -> Tensor:
+        made["6"] = nn.ReLU
+        return module(made["6"](x)).mean()
+
+    for _ in range(2):
+        with left_as_it_was(module):
+            step(X)
+        assert [*made.items()] == [(str(number), nn.Dropout) for number in range(5, 8)]
 
 
 def test_a_dataset_that_a_step_uses_is_put_back() -> None:
