@@ -22,6 +22,7 @@ from lightning_pipeline.recording.autograd_calls import Graph
 from lightning_pipeline.recording.module_tensors import ModuleTensors
 from lightning_pipeline.recording.operation import Call, put_together, take_apart, tensors_in
 from lightning_pipeline.recording.recording import Recording
+from lightning_pipeline.recording.step_gradients import share_memory, written
 
 if TYPE_CHECKING:
     from lightning_pipeline.engine.in_order import InOrder
@@ -134,6 +135,7 @@ class _OnData(TorchFunctionMode):
         self._tensors = run.tensors
         self._data = run
         self._keeps_graph = keeps_graph
+        self._views: list[Tensor] = []  # of data that is elsewhere, too, where a write would not come
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -149,9 +151,11 @@ class _OnData(TorchFunctionMode):
                 values[place] = value
             if number is not None and not self._tensors.is_replicated(number):
                 numbers[place] = number
-        if not values and not numbers:
+        is_write = kind is FunctionKind.WRITES and 0 in {**values, **numbers}
+        is_write |= bool(self._views) and share_memory(written(func, kind, args, kwargs), self._views)
+        if not values and not numbers and not is_write:
             return func(*args, **kwargs)
-        if (kind is FunctionKind.WRITES and 0 in {**values, **numbers}) or function_name(func) == "grad.__get__":
+        if is_write or function_name(func) == "grad.__get__":
             raise NotImplementedError(
                 f"{function_name(func)} in a hook on a gradient, of what a stage computes or holds: do it in "
                 f"on_after_backward ({users_line()})"
@@ -170,7 +174,10 @@ class _OnData(TorchFunctionMode):
             [data[place]] = self._data.data_of([value])
         for place, number in numbers.items():
             data[place] = self._data.data_of_module(number)
-        return func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+        found = func(*put_together(call.args, data, call.numbers), **put_together(call.kwargs, data, call.numbers))
+        given = [data[place] for place in (*values, *numbers)]
+        self._views += [one for one in tree.leaves(found) if share_memory(one, given)]
+        return found
 
     def _differentiate(
         self, call: Call, values: Mapping[int, int], arguments: Mapping[str, Any]

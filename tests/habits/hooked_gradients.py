@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.habits.modules import Layers, Noting
+from tests.habits.modules import WIDTH, Layers, Noting
 from tests.habits.table import EQUAL, error, habit
 
 
@@ -201,3 +201,51 @@ class HookTakesAGradientWithItsGraph(Solving):
     """A graph that nobody goes back over."""
 
     options: dict[str, Any] = {"create_graph": True}
+
+
+class Moving(nn.Module):
+    """Notes the mean of its inputs in its step, and moves a buffer there when gradients come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.share = nn.Linear(WIDTH, WIDTH), 0.0
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.new = torch.zeros(())
+        self.register_full_backward_hook(self.moved)
+
+    def moved(self, *args: Any) -> None:
+        self.mean.data.mul_(0.5).add_(self.new)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.new = x.mean(0).detach()
+        if self.share:
+            self.mean.add_(self.new, alpha=self.share)
+        return self.linear(x) - self.mean
+
+
+class MovesInAHook(Layers):
+    share = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving = Moving()
+        self.moving.share = self.share
+
+    def chain(self) -> list[str]:
+        return ["layers.0", "layers.1", "moving", "layers.2", "layers.3"]
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.moving(self.layers[1](self.layers[0](x)))
+        return self.layers[3](self.layers[2](x))
+
+
+@habit(shows=False, observed=["moving.mean"])
+class BufferMovedByAHook(MovesInAHook):
+    """Every rank has the buffer, as does k-means that is updated on backward."""
+
+
+@habit(shows=False, expect=error(r"mul_ in a hook on a gradient.*on_after_backward.*hooked_gradients\.py:\d+"))
+class BufferMovedByAHookAndTheStep(MovesInAHook):
+    """The stage alone has the buffer as the step has made it: by ``.data`` the hook would write into a copy."""
+
+    share = 0.1

@@ -34,8 +34,13 @@ BY_DEFAULT = {
         AdamMomentsChanged WGANWithPenalty ClipsByTorch DatasetCounts GathersOverRanksByName
         TeacherMadeInFirstStep MixedByThePlugin GoesOnWithWhatAHookFound HookedAndUsedWithoutGradients
         HookTakesGradientsOfWeights PositionsMovedLater PositionsGivenByTheStep PositionsGivenAfterwards
-        DefaultDtypeChangesNumbers AverageByData AverageByParts AsksForGradientsOfBuffers NeuralODE NeuralODEOfTheStage
-        WayOfALengthOfItsOwn LookaheadInState
+        DefaultDtypeChangesNumbers AverageByData AverageByParts AsksForGradientsOfBuffers NeuralODE
+        NeuralODEOfTheStage BufferMovedByAHook BufferMovedByAHookAndTheStep WayOfALengthOfItsOwn LookaheadInState
+        OrderOfNamesChanges AttributeOfArgumentChanges AttributeOfWeightChanges NotesDefaultDtypeByClosure
+        FollowsByRowsAndParts UnfrozenBesideRates RateFoundBesideFirstRank UnfrozenOfSameValues FunctionPutsByData
+        FunctionMovesBufferByData ViewsOfWeightsReadAfterUpdate ViewsOfBuffersReadAfterStep ViewsKeptOverSteps
+        ViewOfWeightWrittenInNextStep WeighsByRecordsOfDataset UpdatesByListsThroughViews LayersMovedToTheData
+        ScriptedFunctionOfOneStage
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
