@@ -11,16 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.overrides
-
 from lightning_pipeline._names import PACKAGES
 
-_OWN = tuple(f"/{name}/" for name in ("torch", "torch_npu", "torchmetrics", "lightning_pipeline", *PACKAGES))
+_TORCHS = ("/torch/", "/torch_npu/")
+_OWN = (*_TORCHS, *(f"/{name}/" for name in ("torchmetrics", "lightning_pipeline", *PACKAGES)))
 _CONTEXTLIB = contextlib.__file__.replace("\\", "/")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_COLLECTIVES = os.path.dirname(torch.distributed.__file__)
-_LEADING_TO_RANKS = (_PACKAGE, _COLLECTIVES, contextlib.__file__, torch.overrides.__file__)
 
 
 class _InHook:
@@ -101,13 +97,18 @@ def is_in_package(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
+def _leads_here(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename.replace("\\", "/")
+    return is_in_package(frame) or path == _CONTEXTLIB or any(part in path for part in _TORCHS)
+
+
 def users_lines() -> tuple[int, ...]:
     """The line numbers at which the functions of the running hook are, the innermost first. Those of torch are left
     out, which takes other ways with placeholders, and so is what leads here from a call or a collective.
     """
     found = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LEADING_TO_RANKS):
+    while frame is not None and _leads_here(frame):
         frame = frame.f_back
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         if is_users(frame):

@@ -41,6 +41,7 @@ BY_DEFAULT = {
         FunctionMovesBufferByData ViewsOfWeightsReadAfterUpdate ViewsOfBuffersReadAfterStep ViewsKeptOverSteps
         ViewOfWeightWrittenInNextStep WeighsByRecordsOfDataset UpdatesByListsThroughViews LayersMovedToTheData
         ScriptedFunctionOfOneStage
+        HistogramsInHooks
         ReadsInInferenceMode BatchPlusLateValue ClosureNormsGradients DetectsObjects RowOfBufferAddedTo
         WrittenThroughViewsAroundReads ScaleAssignedOnFirstRank BranchesOnItsRank CountOfANormUsedLater
         BuffersReplaced CopyOfALayer TypeOfOutputIsTensor TypesOfParametersInHooks
