@@ -8,15 +8,27 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
 from lightning_pipeline._names import PACKAGES
 
-_TORCHS = ("/torch/", "/torch_npu/")
-_OWN = (*_TORCHS, *(f"/{name}/" for name in ("torchmetrics", "lightning_pipeline", *PACKAGES)))
-_CONTEXTLIB = contextlib.__file__.replace("\\", "/")
+
+def _folders_of(*packages: str) -> tuple[str, ...]:
+    """Where packages are, as the user's own folders may have their names."""
+    found: list[str] = []
+    for name in packages:
+        with contextlib.suppress(ValueError):  # it stands in for one that is not installed
+            spec = find_spec(name)
+            found += (spec and spec.submodule_search_locations) or ()
+    return tuple(os.path.join(folder, "") for folder in found)
+
+
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_TORCHS = _folders_of("torch", "torch_npu")
+_OWN = (*_TORCHS, *_folders_of("torchmetrics", "lightning_pipeline", *PACKAGES), "<", contextlib.__file__)
+_LEADING_HERE = (*_TORCHS, _PACKAGE, contextlib.__file__)
 
 
 class _InHook:
@@ -89,17 +101,11 @@ def note_line(error: Exception, line: str) -> None:
 
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs the user's code, or a model library's."""
-    path = frame.f_code.co_filename.replace("\\", "/")
-    return not any(part in path for part in _OWN) and not path.startswith("<") and path != _CONTEXTLIB
+    return not frame.f_code.co_filename.startswith(_OWN)
 
 
 def is_in_package(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_PACKAGE)
-
-
-def _leads_here(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename.replace("\\", "/")
-    return is_in_package(frame) or path == _CONTEXTLIB or any(part in path for part in _TORCHS)
 
 
 def users_lines() -> tuple[int, ...]:
@@ -108,7 +114,7 @@ def users_lines() -> tuple[int, ...]:
     """
     found = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _leads_here(frame):
+    while frame is not None and frame.f_code.co_filename.startswith(_LEADING_HERE):
         frame = frame.f_back
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         if is_users(frame):
