@@ -255,6 +255,8 @@ class OwnerComputes(TorchFunctionMode):
     def follow_module(self) -> None:
         """Have the views of the module's tensors that the last step has kept change with these from now on."""
         views, self._recorder.views_of_module = self._recorder.views_of_module, []
+        if not views:
+            return
         with _torch.DisableTorchFunction(), torch.no_grad():
             for one in views:
                 one.make_again()

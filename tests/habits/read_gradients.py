@@ -151,18 +151,16 @@ class UpdatesByLists(Reading):
             for momentum, p in zip(self.momenta, self.parameters(), strict=True):
                 assert p.grad is not None
                 momentum.mul_(0.9).add_(p.grad)
-                p -= 0.1 * momentum
+                self.update(p, momentum)
+
+    def update(self, parameter: Tensor, momentum: Tensor) -> None:
+        parameter -= 0.1 * momentum
 
 
 @habit(plain=False, shows=False, expect=error(r"a parameter is changed within a step.*read_gradients\.py:\d+.*an opt"))
-class UpdatesByListsThroughViews(Reading):
-    def read(self) -> None:
-        self.momenta = getattr(self, "momenta", [torch.zeros(p.shape) for p in self.parameters()])
-        with torch.no_grad():
-            for momentum, p in zip(self.momenta, self.parameters(), strict=True):
-                assert p.grad is not None
-                momentum.mul_(0.9).add_(p.grad)
-                p.detach().view(-1).sub_(0.1 * momentum.view(-1))
+class UpdatesByListsThroughViews(UpdatesByLists):
+    def update(self, parameter: Tensor, momentum: Tensor) -> None:
+        parameter.detach().view(-1).sub_(0.1 * momentum.view(-1))
 
 
 @habit(plain=False, shows=False)
